@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from nki_paged_attn import build_plan, trace_plan
+from nki_paged_attn._paged.masks import tokens_per_partition
 from nki_paged_attn.estimate import sequential_table
-from nki_paged_attn.legacy import tokens_per_partition
 from nki_paged_attn.sim import ArraySpec, Trace, cost, find_target, load, simulate
 from nki_paged_attn.sim.dtypes import NUMPY
 

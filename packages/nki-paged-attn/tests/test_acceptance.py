@@ -1,7 +1,7 @@
 """The points that this kernel and its simulator are accepted by, each under its number.
 
-Points 1 to 7, 13, and what of 11 is the kernel's are here; 8 to 11 are in test_acceptance_sim.py,
-12 in test_one_source.py, 14 in test_cost.py, 15 in test_backend.py.
+Points 1 to 7, 13, and what of 11 is the kernel's are here; 8 to 11 are in sim/test_acceptance.py,
+12 in _kernels/test_one_source.py, 14 in sim/test_cost.py, 15 in _paged/test_backends.py.
 """
 
 from __future__ import annotations
@@ -149,12 +149,13 @@ def test_07_block_sizes_and_windows(block_size, window):
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
 def test_11_the_kernel_reads_nothing_that_was_not_written(target, dtype, monkeypatch):
-    from nki_paged_attn import _backend, simulate
+    from nki_paged_attn import simulate
+    from nki_paged_attn._paged import backends
 
     def run(backend, arguments, name):
-        return simulate(_backend.simulated_kernel(name), target, strict=True)(**arguments)
+        return simulate(backends.simulated_kernel(name), target, strict=True)(**arguments)
 
-    monkeypatch.setattr(_backend, "run", run)
+    monkeypatch.setattr(backends, "run", run)
     # a strict run refuses two programs of which one has more to do
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     sinks = np.zeros(4, np.float32)

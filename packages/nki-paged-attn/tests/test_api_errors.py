@@ -5,7 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from nki_paged_attn import _backend, build_plan, paged_attention, paged_attention_reference
+from nki_paged_attn import build_plan, paged_attention, paged_attention_reference
+from nki_paged_attn._paged import backends
 
 from ._cases import BF16, make_case
 
@@ -15,7 +16,7 @@ def no_kernel(monkeypatch):
     def run(*_):
         raise AssertionError("the kernel ran")
 
-    monkeypatch.setattr(_backend, "run", run)
+    monkeypatch.setattr(backends, "run", run)
 
 
 NAMES = ("q", "k", "v", "kv_cache", "block_table", "query_lens", "context_lens")

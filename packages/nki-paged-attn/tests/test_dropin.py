@@ -16,8 +16,8 @@ from nki_paged_attn import (
     reshape_and_cache,
     transform_block_tables_for_indirect_load,
 )
+from nki_paged_attn._paged.masks import column_order, rows_of_mask
 from nki_paged_attn.cache import unpack_keys
-from nki_paged_attn.legacy import column_order, rows_of_mask
 
 from . import _vllm
 from ._cases import BF16

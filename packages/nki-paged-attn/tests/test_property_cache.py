@@ -17,7 +17,7 @@ from nki_paged_attn import Buckets
 from nki_paged_attn.cache import pack_keys
 
 from ._cases import BF16, F16, F32
-from .test_write import expected_cache, make
+from ._writes import expected_cache, make
 
 E4M3, E4M3FN, E5M2 = (
     np.dtype(x) for x in (ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)

@@ -1,15 +1,15 @@
 """Paged attention for AWS Trainium, in NKI, and a simulator on which anyone can run it."""
 
-from .api import paged_attention
-from .cache import reshape_and_cache
-from .dropin import flash_attn_varlen_nkifunc, flash_paged_attention
-from .estimate import count_instructions, estimate_cost, trace_form, trace_plan
-from .forms import Bucket, Buckets
-from .legacy import (
+from ._paged.forms import Bucket, Buckets
+from ._paged.masks import (
     load_block_tables,
     reorder_context_mask,
     transform_block_tables_for_indirect_load,
 )
+from .api import paged_attention
+from .cache import reshape_and_cache
+from .dropin import flash_attn_varlen_nkifunc, flash_paged_attention
+from .estimate import count_instructions, estimate_cost, trace_form, trace_plan
 from .plan import Plan, build_plan
 from .reference import paged_attention_reference
 from .sim import cost, simulate

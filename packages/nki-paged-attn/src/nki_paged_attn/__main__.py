@@ -16,11 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from . import __version__, build_plan, paged_attention, paged_attention_reference
-from ._arrays import FLOATS, FP8
-from ._backend import choose_backend, find_programs
-from ._checks import MAX_HEAD_DIM
+from ._paged.backends import choose_backend, find_programs
+from ._paged.checks import FLOATS, FP8, MAX_HEAD_DIM
+from ._paged.forms import Buckets
 from .estimate import SAMPLES, sequential_table, trace_form
-from .forms import Buckets
 from .plan import DECODE
 from .sim import Trace, cost, find_target, install, write_timeline
 from .sim.targets import default_target

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import is_tensor, like, to_array
-from ._backend import choose_backend
-from ._checks import (
+from ._paged.backends import choose_backend
+from ._paged.checks import (
     check_flag,
     check_lengths,
     check_number,
@@ -21,9 +20,10 @@ from ._checks import (
     check_window,
     check_writes,
 )
-from ._device import Described, describe, find_device, launch_prepared, prepare
-from ._launch import Batch, Options, launch_form
-from .forms import Buckets, check_buckets
+from ._paged.devices import Described, describe, find_device, launch_prepared, prepare
+from ._paged.forms import Buckets, check_buckets
+from ._paged.launch import Batch, Options, launch_form
+from .sim.arrays import is_tensor, like, to_array
 
 
 def paged_attention(

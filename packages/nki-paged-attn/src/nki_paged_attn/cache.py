@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ._arrays import FP8, Array, to_array
-from ._checks import check_cache, check_dtypes, check_packing
+from ._paged.checks import FP8, check_cache, check_dtypes, check_packing
+from .sim.arrays import Array, to_array
 
 
 def pack_keys(cache: Array) -> Array:

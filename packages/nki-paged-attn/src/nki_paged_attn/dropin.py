@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import like, to_array
-from ._backend import choose_backend
-from ._checks import (
+from ._paged.backends import choose_backend
+from ._paged.checks import (
     check_block_size,
     check_cache,
     check_dtypes,
@@ -18,9 +17,10 @@ from ._checks import (
     check_large_tile,
     check_number,
 )
-from ._launch import Options, launch
-from .legacy import column_order, rows_of_mask
+from ._paged.launch import Options, launch
+from ._paged.masks import column_order, rows_of_mask
 from .plan import plan_rows
+from .sim.arrays import like, to_array
 
 
 def flash_attn_varlen_nkifunc(

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from attn_common import cdiv
 
-from ._arrays import FLOATS, FP8, Array
-from ._backend import simulated_kernel
-from ._checks import (
+from ._paged.backends import simulated_kernel
+from ._paged.checks import (
+    FLOATS,
+    FP8,
     check_block_size,
     check_count,
     check_dtype,
@@ -22,16 +23,17 @@ from ._checks import (
     check_transposes,
     check_window,
 )
-from ._launch import (
+from ._paged.forms import Bucket, Buckets, Form, check_buckets
+from ._paged.launch import (
     Batch,
     Options,
     form_tables,
     kernel_arguments,
     static_arguments,
 )
-from .forms import Bucket, Buckets, Form, check_buckets
 from .plan import Plan
 from .sim import ArraySpec, Cost, Trace, cost, simulate
+from .sim.arrays import Array
 from .sim.dtypes import NUMPY
 
 # iterations of a loop that an estimate traces

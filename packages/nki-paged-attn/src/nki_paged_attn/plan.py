@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from attn_common import cdiv, round_up
 
-from ._checks import (
+from ._paged.checks import (
     PARTITIONS,
     check_block_size,
     check_flag,
@@ -27,8 +27,8 @@ from ._checks import (
     check_table,
     check_window,
 )
-from .forms import MAX_TOKENS
-from .sequences import CACHE, MAX_POSITION, NEW, NOWHERE, Ints
+from ._paged.forms import MAX_TOKENS
+from ._paged.sequences import CACHE, MAX_POSITION, NEW, NOWHERE, Ints
 
 # rows of a sequence up to which keys, and not queries, lie on the partitions
 MAX_DECODE_ROWS = 64

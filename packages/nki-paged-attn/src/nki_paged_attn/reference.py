@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import to_array
-from ._checks import (
+from ._paged.checks import (
     check_lengths,
     check_number,
     check_packing,
@@ -18,6 +17,7 @@ from ._checks import (
     check_window,
 )
 from .cache import unpack_keys
+from .sim.arrays import to_array
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

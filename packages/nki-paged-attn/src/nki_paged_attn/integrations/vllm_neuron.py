@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _device
-from .._arrays import FP8
-from .._checks import (
+from .._paged import devices
+from .._paged.checks import (
+    FP8,
     check_block_size,
     check_count,
     check_flag,
@@ -30,8 +30,8 @@ from .._checks import (
     check_window,
     check_writes,
 )
-from .._launch import Batch, Options
-from ..forms import Buckets, check_buckets
+from .._paged.forms import Buckets, check_buckets
+from .._paged.launch import Batch, Options
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CACHE_DTYPES = (*DTYPES, *(getattr(torch, name) for name in FP8 if hasattr(torch, name)))
@@ -55,7 +55,7 @@ class Step:
     head_dim: int
     blocks: tuple[int, int, int, int]
     dtype: torch.dtype
-    prepared: _device.Prepared | None
+    prepared: devices.Prepared | None
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -186,11 +186,11 @@ def prepare(
     # on the CPU, too, so that what runs there also fits a device
     sizes.find(len(queries), tokens, int((contexts if fused_write else keys).max(initial=0)))
     prepared = None
-    if where.type in _device.TORCH_DEVICES:
-        neuron = _device.TorchDevice(where)
+    if where.type in devices.TORCH_DEVICES:
+        neuron = devices.TorchDevice(where)
         page = block_size, head_dim
         own = replace(batch, is_cached=not fused_write, writes=fused_write)
-        prepared = _device.prepare(neuron, own, options, sizes, heads, page)
+        prepared = devices.prepare(neuron, own, options, sizes, heads, page)
     elif where.type != "cpu":
         raise ValueError(f"device must be Neuron's or the CPU, got {where}")
     blocks = (num_blocks, kv_heads, block_size, head_dim)
@@ -229,7 +229,7 @@ def paged_attention(
     new = {"key": key, "value": value}
     step.check(query, new, {"k_cache": k_cache, "v_cache": v_cache}, slot_mapping)
     prepared = step.prepared
-    device = _device.TorchDevice(query.device)
+    device = devices.TorchDevice(query.device)
     if prepared is None or not prepared.form.writes:
         write_cache(key, k_cache, slot_mapping, step.options.k_scales)
         write_cache(value, v_cache, slot_mapping, step.options.v_scales)
@@ -240,7 +240,7 @@ def paged_attention(
     else:
         shape = (k_cache.shape[1], prepared.form.places, k_cache.shape[3])
         new_k = new_v = device.zeros(shape, query)
-    out, _ = _device.launch_prepared(device, query, (new_k, new_v), (k_cache, v_cache), prepared)
+    out, _ = devices.launch_prepared(device, query, (new_k, new_v), (k_cache, v_cache), prepared)
     return out  # type: ignore[no-any-return]
 
 

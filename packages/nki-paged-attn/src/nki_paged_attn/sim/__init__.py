@@ -5,12 +5,13 @@ and a log from which ``cost`` estimates engine and DMA time.
 """
 
 from .cost import Cost, cost, schedule
+from .cost.timeline import timeline_events, timeline_html, write_timeline
 from .errors import NkiValidationError, NotModelledError, UnwrittenError
 from .lint import lint
-from .simulator import ArraySpec, Kernel, Loader, Simulation, install, jit, load, simulate
+from .loader import Loader, install, load
+from .memory.tensor import NkiTensor
+from .simulator import ArraySpec, Kernel, Simulation, jit, simulate
 from .targets import TARGETS, Target, find_target
-from .tensor import NkiTensor
-from .timeline import timeline_events, timeline_html, write_timeline
 from .trace import Instruction, Trace
 
 __all__ = [

@@ -1,5 +1,5 @@
 """The ``nki.typing`` namespace of the simulator."""
 
-from .objects import mutable_tensor, tensor
+from .language.objects import mutable_tensor, tensor
 
 __all__ = ["mutable_tensor", "tensor"]

@@ -1,0 +1,382 @@
+"""From checked arguments and a plan to the kernel's arguments, and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..plan import Plan
+from ..sim.arrays import Array
+from . import backends
+from .checks import FP8, FP32_MAX, PARTITIONS
+from .forms import MAX_PART_ROWS, Buckets, Form
+from .tables import Scales, Tables, build_tables
+
+# factors below this are multiplied into the queries, because masked scores are finite numbers, too
+SMALLEST_FACTOR = 2.0**-40
+# how far apart the scales of heads may be where queries in fp16 are multiplied by so little that
+# they are rounded: with keys up to 448, scores of the largest scale are off by about 2**-11
+WIDEST_SCALES = 2.0**40
+# of a factor to the softcap, as fp32 holds it
+LARGEST_RATIO = 2.0**127
+# of the largest fp32 number: above what a masked score is, below every other
+NO_MAXIMUM = 8e37
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options of a call.
+
+    Attributes:
+        softcap: 0.0 for none.
+        k_scales, v_scales: of the cache, for each KV head.
+        dtype: NKI name of the dtype of the operands of products.
+        is_packed: whether two tokens of the cached keys are interleaved.
+        turns_by_dma: whether DMA turns the probabilities of a prompt.
+        largest: what new keys and values are limited to where they are written; 0.0 for no limit.
+    """
+
+    scale: float
+    softcap: float
+    sinks: Array | None
+    k_scales: tuple[float, ...]
+    v_scales: tuple[float, ...]
+    has_lse: bool
+    dtype: str
+    is_packed: bool = False
+    turns_by_dma: bool = False
+    largest: float = 0.0
+
+    def __post_init__(self) -> None:
+        # with a cap the kernel limits it
+        factor = abs(self.scale) * max(self.k_scales, default=1.0)
+        if not self.softcap and factor > FP32_MAX:
+            raise ValueError(f"scale times k_scale must be finite in fp32, got {factor:.3g}")
+        least, most = self.least_scale, max(1.0, *self.k_scales)
+        is_folded = abs(self.scale) * least < SMALLEST_FACTOR
+        if self.dtype == "float16" and is_folded and most / least > WIDEST_SCALES:
+            raise ValueError(
+                f"k_scale of heads, and 1 for new keys, must be within {WIDEST_SCALES:.3g} of each "
+                f"other with float16 queries and scale {self.scale:.3g}, got {least:.3g} and "
+                f"{most:.3g}"
+            )
+
+    @property
+    def least_scale(self) -> float:
+        """The smallest factor that keys have of the cache, or 1, which new keys have."""
+        return min(1.0, *self.k_scales)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether cached keys or values have scales other than 1."""
+        return any(s != 1.0 for s in (*self.k_scales, *self.v_scales))
+
+
+def kernel_arguments(
+    q: Array, k: Array, v: Array, kv_cache: Array, plan: Plan, options: Options
+) -> dict[str, Any]:
+    """Return what the kernel takes, by name; q, k, v are packed: ``[tokens, heads, head_dim]``."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    q, scale, softcap = _fold_scale(q, options)
+    # a ratio beyond fp32 would make NaN of a score of 0; tanh of it is 1 long before
+    largest = softcap * LARGEST_RATIO if softcap else math.inf
+    factors = (
+        tuple(min(scale * s, largest) for s in options.k_scales),
+        (min(scale, largest),) * kv_heads,
+    )
+    smallest = softcap if softcap else min(min(f) for f in factors)
+    no_maximum = NO_MAXIMUM * min(1.0, smallest)
+    group = heads // kv_heads
+    sinks = np.zeros(heads, np.float32) if options.sinks is None else options.sinks
+    of_rows = sink_rows(sinks, group, no_maximum)
+    if not kv_cache.shape[1]:
+        kv_cache = np.zeros((2, 1, *kv_cache.shape[2:]), kv_cache.dtype)
+    return {
+        "q": np.ascontiguousarray(q).reshape(tokens * heads, head_dim),
+        "k_new": by_head(k, plan.new_tokens),
+        "v_new": by_head(v, plan.new_tokens),
+        "kv_cache": kv_cache,
+        "kv_index": plan.kv_index,
+        "kv_valid": plan.kv_valid,
+        "q_index": plan.q_index,
+        "bounds": plan.bounds,
+        "bounds_tokens": plan.bounds_tokens,
+        "sinks": np.ascontiguousarray(of_rows.T),
+        "sink_rows": of_rows,
+        "structure": plan.structure,
+        "sections": plan.sections,
+        "rows": plan.rows,
+        "group": group,
+        "factors": factors,
+        "v_scales": (options.v_scales, (1.0,) * kv_heads),
+        "softcap": softcap,
+        "no_maximum": no_maximum,
+        "has_sinks": options.sinks is not None,
+        "has_lse": options.has_lse,
+        "dtype": options.dtype,
+    }
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a call is about: checked lengths and block numbers.
+
+    Attributes:
+        table: ``[batch, max_blocks]``.
+        tokens: rows of the packed queries.
+        is_cached: whether the new tokens' keys and values are in the cache already; contexts count
+            what was there before.
+        writes: whether the call writes them there.
+    """
+
+    query_lens: Array
+    context_lens: Array
+    table: Array
+    tokens: int
+    window: int | None
+    is_cached: bool = False
+    writes: bool = False
+
+
+def find_form(
+    batch: Batch,
+    buckets: Buckets,
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    programs: int | None = None,
+) -> Form:
+    """Return the form that runs a batch; programs are the environment's by default."""
+    keys = batch.context_lens + (batch.query_lens if batch.is_cached else 0)
+    needed = len(batch.query_lens), batch.tokens, int(keys.max(initial=0))
+    bucket = buckets.find(*needed)
+    programs = programs or backends.find_programs()
+    group, has_new = heads // kv_heads, not batch.is_cached
+    return Form(
+        bucket, group, kv_heads, block_size, programs, has_new, head_dim, writes=batch.writes
+    )
+
+
+def form_tables(batch: Batch, form: Form, options: Options) -> tuple[Tables, Array]:
+    """Return the table of a batch, and the token at each place of new keys, -1 for none."""
+    numbers, scales = _numbers(form, options)
+    return build_tables(
+        form,
+        batch.query_lens,
+        batch.context_lens,
+        batch.table,
+        batch.window,
+        batch.tokens,
+        scales,
+        numbers,
+        batch.is_cached,
+    )
+
+
+def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
+    """Return sinks and factors as the kernel reads them, and where they begin."""
+    kv_heads, group = form.kv_heads, form.group
+    found = []
+    if options.sinks is not None:
+        found.append(sink_rows(options.sinks, group, no_maximum(options)).reshape(-1))
+    nothing = sum(x.size for x in found)
+    if options.sinks is not None:
+        found.append(np.full(PARTITIONS, -no_maximum(options)))
+    factors = -1
+    if options.is_scaled:
+        factors = sum(x.size for x in found)
+        for source in (options.k_scales, options.v_scales), ((1.0,) * kv_heads,) * 2:
+            for k_scale, v_scale in zip(*source, strict=True):
+                row = (*scaling(options, k_scale), v_scale)
+                found.append(np.tile(np.array(row, np.float32), PARTITIONS))
+        # of parts: the cache's, and ratios to it, for each number of new tokens
+        for count in range(MAX_PART_ROWS // group + 1):
+            for k_scale, v_scale in zip(options.k_scales, options.v_scales, strict=True):
+                row = (*scaling(options, k_scale), v_scale)
+                ratios = np.ones((PARTITIONS, 2), np.float32)
+                ratios[:count] = 1 / k_scale, 1 / v_scale
+                found += [np.tile(np.array(row, np.float32), PARTITIONS), ratios.reshape(-1)]
+    inverse = sum(x.size for x in found)
+    if options.is_scaled and form.writes:
+        for k_scale, v_scale in zip(options.k_scales, options.v_scales, strict=True):
+            found.append(np.tile(np.array([1 / k_scale, 1 / v_scale], np.float32), PARTITIONS))
+    # as much as a load of factors reads, if there is nothing
+    found.append(np.zeros(4 * PARTITIONS, np.float32))
+    return np.concatenate(found).astype(np.float32), Scales(0, nothing, factors, inverse)
+
+
+def sink_rows(sinks: Array, group: int, least: float) -> Array:
+    """Return the sinks of a tile's rows for each KV head, ``[kv_heads, 128]``, token by token."""
+    # one of -inf is none: the maximum of a row without a key
+    sinks = np.maximum(sinks, np.float32(-least)).reshape(-1, group)
+    rows = np.tile(sinks, (1, PARTITIONS // group + 1))
+    return np.ascontiguousarray(rows[:, :PARTITIONS])
+
+
+def scaling(options: Options, k_scale: float = 1.0) -> tuple[float, float, float]:
+    """Return the factor of scores before the cap, of the exponential, and the latter negated."""
+    factor = options.scale * k_scale
+    if options.softcap:
+        # a ratio beyond fp32 would make NaN of a score of 0; tanh of it is 1 long before
+        factor = min(factor, options.softcap * LARGEST_RATIO)
+        return factor / options.softcap, options.softcap, -options.softcap
+    return factor, factor, -factor
+
+
+def no_maximum(options: Options) -> float:
+    """Return the negated maximum of a row without a key: above what others can be.
+
+    It is compiled in, so that it does not depend on the scales of a cache.
+    """
+    smallest = options.softcap or options.scale
+    if options.is_scaled and not options.softcap:
+        smallest = SMALLEST_FACTOR
+    return NO_MAXIMUM * min(1.0, smallest)
+
+
+def fold_scale(q: Array, options: Options) -> tuple[Array, Options]:
+    """Return queries and options such that the factor of the scores is well above 0."""
+    q, scale, softcap = _fold_scale(q, options)
+    return q, replace(options, scale=scale, softcap=softcap)
+
+
+def find_folding(options: Options) -> tuple[float | None, Options]:
+    """Return what queries are multiplied by, None for zeros, and the options that remain."""
+    one, folded = fold_scale(np.ones(1, np.float32), options)
+    return (None if not one[0] and options.scale else float(one[0])), folded
+
+
+def static_arguments(form: Form, options: Options) -> dict[str, Any]:
+    """Return what is compiled into a form, by name."""
+    return {
+        "loops": tuple(loop.spec for loop in form.loops),
+        "slots": form.slots,
+        "group": form.group,
+        "wide": form.wide,
+        "scaling": scaling(options),
+        "is_scaled": options.is_scaled,
+        "softcap": options.softcap,
+        "no_maximum": no_maximum(options),
+        "has_sinks": options.sinks is not None,
+        "has_lse": options.has_lse,
+        "has_new": form.has_new,
+        "is_packed": options.is_packed,
+        "turns_by_dma": options.turns_by_dma,
+        "largest": options.largest,
+        "dtype": options.dtype,
+    }
+
+
+def form_arguments(
+    q: Array, k: Array, v: Array, kv_cache: Array, batch: Batch, form: Form, options: Options
+) -> dict[str, Any]:
+    """Return what the kernel of a form takes, by name; q, k, v are packed."""
+    tokens, heads, head_dim = q.shape
+    q, options = fold_scale(q, options)
+    tables, new = form_tables(batch, form, options)
+    queries = np.zeros((form.bucket.tokens * heads, head_dim), q.dtype)
+    queries[: tokens * heads] = q.reshape(tokens * heads, head_dim)
+    if not kv_cache.shape[1]:
+        kv_cache = np.zeros((2, 1, *kv_cache.shape[2:]), kv_cache.dtype)
+    return {
+        "q": queries,
+        "k_new": by_head(k, new),
+        "v_new": by_head(v, new),
+        "k_cache": kv_cache[0],
+        "v_cache": kv_cache[1],
+        "tables": tables.table,
+        "numbers": tables.numbers,
+        **static_arguments(form, options),
+    }
+
+
+def largest_of(dtype: np.dtype[Any]) -> float:
+    """Return what numbers are limited to before they are rounded: of FP8 the largest, else 0."""
+    if dtype.name not in FP8:
+        return 0.0
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+
+
+def by_head(x: Array, places: Array) -> Array:
+    """Return new keys or values as ``[kv_heads, places, head_dim]``, with 0 where nothing is."""
+    result = np.zeros((x.shape[1], len(places), x.shape[2]), x.dtype)
+    used = np.flatnonzero(places >= 0)
+    result[:, used] = x[places[used]].transpose(1, 0, 2)
+    return result
+
+
+def launch_form(
+    q: Array,
+    k: Array,
+    v: Array,
+    kv_cache: Array,
+    batch: Batch,
+    options: Options,
+    buckets: Buckets,
+    backend: str,
+) -> tuple[Array, Array | None]:
+    """Run a batch's form; return out ``[tokens, heads, head_dim]``, lse ``[heads, tokens]``."""
+    tokens, heads, head_dim = q.shape
+    form = find_form(batch, buckets, heads, k.shape[1], kv_cache.shape[3], head_dim)
+    if not q.size:
+        lse = np.zeros((heads, tokens), np.float32)
+        return np.zeros_like(q), lse if options.has_lse else None
+    if form.writes:
+        options = replace(options, largest=largest_of(kv_cache.dtype))
+    arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
+    out, lse, *written = backends.run(backend, arguments, "form")
+    if backend != "sim":
+        # our simulator has written the cache itself
+        for half, own in zip(kv_cache, written, strict=False):
+            half[...] = np.asarray(own)
+    out = np.ascontiguousarray(np.asarray(out)[: tokens * heads]).reshape(q.shape)
+    if not options.has_lse:
+        return out, None
+    return out, finish_lse(lse, tokens, heads, arguments["no_maximum"])
+
+
+def finish_lse(lse: Any, tokens: int, heads: int, least: float) -> Array:
+    """Return the LSE of rows as ``[heads, tokens]``."""
+    found = np.asarray(lse)[: tokens * heads]
+    result = np.ascontiguousarray(found.reshape(tokens, heads).T)
+    # a row that sees neither a key nor a sink
+    result[result <= -least / 2] = -np.inf
+    return result
+
+
+def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
+    """Return queries, scale and softcap such that the factor of the scores is well above 0."""
+    scale, softcap = options.scale, options.softcap
+    if 0 < softcap < SMALLEST_FACTOR:
+        # scores of 0, to within what the exponential shows
+        return np.zeros_like(q), 1.0, 0.0
+    if scale < 0:
+        q, scale = -q, -scale
+    least = SMALLEST_FACTOR / options.least_scale
+    if scale < least:
+        # a power of two, so that only fp16's smallest numbers are rounded, and the largest such
+        power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
+        q = (q.astype(np.float32) * np.float32(power)).astype(q.dtype)
+        scale = scale / power if scale else least
+    return q, scale, softcap
+
+
+def launch(
+    q: Array, k: Array, v: Array, kv_cache: Array, plan: Plan, options: Options, backend: str
+) -> tuple[Array, Array | None]:
+    """Run the kernel; return out ``[tokens, heads, head_dim]`` and lse ``[heads, tokens]``."""
+    tokens, heads, _ = q.shape
+    if not q.size:
+        lse = np.zeros((heads, tokens), np.float32)
+        return np.zeros_like(q), lse if options.has_lse else None
+    arguments = kernel_arguments(q, k, v, kv_cache, plan, options)
+    out, lse = backends.run(backend, arguments)
+    if not options.has_lse:
+        return np.asarray(out).reshape(q.shape), None
+    return np.asarray(out).reshape(q.shape), finish_lse(lse, tokens, heads, arguments["no_maximum"])

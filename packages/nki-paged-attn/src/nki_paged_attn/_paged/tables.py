@@ -1,0 +1,511 @@
+"""The table of a form: what a batch's lengths and blocks say to the loops of the kernel.
+
+Positions count a sequence's keys from its first cached one, the new tokens behind the context.
+Everything here depends on a sequence alone; only the order of rows depends on the batch, and which
+program runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from attn_common import cdiv, round_up
+
+from .checks import PARTITIONS
+from .forms import (
+    BLOCK_FIELDS,
+    BLOCKS,
+    CHUNKS,
+    CUT_SECTIONS,
+    EMPTY_SLOTS,
+    LAST_FIELDS,
+    MERGES,
+    PART_CHUNKS,
+    PART_FIELDS,
+    PART_KEYS,
+    PARTS,
+    SECTION,
+    TILES,
+    WRITE_FIELDS,
+    WRITES,
+    BlockSize,
+    Form,
+    Loop,
+)
+from .sequences import CACHE, MAX_POSITION, NEW, NOWHERE, Ints, Segment, Sequence, cut_blocks
+
+# a position behind all
+BEHIND = 2**25
+ROWS = np.arange(PARTITIONS)
+
+
+@dataclass
+class Tables:
+    """Rows for each loop and program, and what they point at.
+
+    Attributes:
+        table: int32, the first and end element of each loop, and rows.
+        used: numbers of it that are in use, from its first.
+        numbers: fp32, sinks and factors.
+    """
+
+    table: np.ndarray[Any, Any]
+    used: int
+    numbers: np.ndarray[Any, Any]
+
+
+@dataclass
+class Scales:
+    """Places of factors among the numbers.
+
+    Attributes:
+        sinks: place of the first KV head's, whose 128 rows are followed by the next one's.
+        nothing: place of 128 rows without a sink.
+        factors: place of the cache's of the first KV head, or -1 where they are compiled in.
+        inverse: place of what new keys and values are multiplied by where they are written.
+    """
+
+    sinks: int
+    nothing: int
+    factors: int
+    inverse: int = 0
+
+
+@dataclass
+class _Builder:
+    form: Form
+    scales: Scales
+    # rows behind the bounds of the loops: sections and chunks, in whole rows
+    keys: list[Ints] = field(default_factory=list)
+    at: int = 0
+    # (cost, loop, row): what one program runs
+    jobs: list[tuple[int, int, Ints]] = field(default_factory=list)
+    # (loop, row): what one merges once both are done
+    merges: list[tuple[int, Ints]] = field(default_factory=list)
+    tile_slots: int = 0
+    # [2, tokens]: places of new tokens, and the first KV head's row of each in the cache
+    written: list[Ints] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loops = {loop.spec: n for n, loop in enumerate(self.form.loops)}
+        self.at = 2 * self.form.programs * len(self.loops)
+        self.heads = np.arange(self.form.kv_heads)[:, None]
+        self.slots = dict.fromkeys(self.form.part_tokens, EMPTY_SLOTS)
+
+    # where keys lie
+
+    def places(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
+        """Return the rows of 128 partitions from a position of a source on, ``[heads, 128]``.
+
+        Partitions that begin at or behind ``end`` are nowhere.
+        """
+        positions = start + tokens * ROWS
+        real = positions < end
+        if source == NEW:
+            rows = (sequence.place + positions) // tokens
+            step = self.form.places // tokens
+        else:
+            size = self.form.block_size
+            per_block = size // tokens
+            number = np.where(real, positions // size, 0)
+            rows = sequence.blocks[number] if len(sequence.blocks) else np.zeros_like(number)
+            rows = rows * self.form.kv_heads * per_block + positions % size // tokens
+            step = per_block
+        found = np.where(real, rows + self.heads * step, NOWHERE)
+        if np.where(real, found, 0).max(initial=0) >= NOWHERE:
+            raise NotImplementedError(
+                f"the cache may have at most {NOWHERE} rows of {tokens} tokens"
+            )
+        return found
+
+    def section(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
+        """Return the row of a section, ``[heads, 128, 5]``; what lies behind its end is masked."""
+        row = np.full((len(self.heads), PARTITIONS, SECTION), NOWHERE, np.int64)
+        row[:, :, source] = self.places(sequence, source, start, end, tokens)
+        row[:, :, 2:4] = np.array([start, end]) + (sequence.context if source == NEW else 0)
+        head = source * len(self.heads) + self.heads
+        row[:, :, 4] = max(self.scales.factors, 0) + head * 4 * PARTITIONS
+        return row
+
+    def put(self, sections: list[Ints]) -> tuple[Ints, int]:
+        """Put sections one behind the other for each head; return where the heads' begin."""
+        size = PARTITIONS * SECTION
+        heads = len(self.heads)
+        first = self.at + np.arange(heads) * len(sections) * size
+        if sections:
+            self.keys.append(np.stack(sections, axis=1).reshape(-1))
+            self.at += heads * len(sections) * size
+        return first, size
+
+    # queries on the partitions
+
+    def add_blocks(self, sequence: Sequence) -> None:
+        """Add a sequence whose queries lie on the partitions."""
+        form = self.form
+        tokens = form.wide
+        keys = PARTITIONS * tokens
+        own = Segment.of_own(sequence, tokens)
+        segments = [own]
+        if not sequence.is_cached:
+            segments.insert(0, Segment(CACHE, sequence.low, sequence.context, tokens))
+        wide = [(x.source, at) for x in segments for at in x.wide(x.end)]
+        sections = [self.section(sequence, s, a, a + keys, tokens) for s, a in wide]
+        begins, size = self.put(sections)
+        sizes = {x.tokens: x for x in form.block_sizes}
+        count = round_up(sequence.count, form.tile_tokens)
+        blocks = cut_blocks(count, tuple(sizes), form.is_cut and sequence.sees)
+        first = 0
+        for tokens_of in blocks:
+            if first >= sequence.count:
+                # only tokens to which the count was rounded up are left
+                break
+            block = sizes[tokens_of]
+            columns = block.columns
+            at = first + own.base(sequence)
+            before = max(at // PARTITIONS * PARTITIONS, own.start)
+            limits = [x.end for x in segments[:-1]] + [before]
+            lowest = max(0, sequence.context + first + 1 - sequence.window)
+
+            def is_seen(source: int, end: int, lowest: int = lowest) -> bool:
+                return end + (sequence.context if source == NEW else 0) > lowest
+
+            among = {
+                (x.source, a)
+                for x, limit in zip(segments, limits, strict=True)
+                for a in x.wide(limit)
+                if is_seen(x.source, a + keys)
+            }
+            seen = [n for n, place in enumerate(wide) if place in among]
+            cut = [
+                (x.source, *run)
+                for x, limit in zip(segments, limits, strict=True)
+                for run in _runs([c for c in x.chunks(limit) if is_seen(x.source, c[1])])
+            ]
+            chunks = [
+                self.section(sequence, source, a + PARTITIONS * n, end, 1)
+                for source, a, end in cut
+                for n in range(CHUNKS)
+                if sequence.sees
+            ]
+            last = own.base(sequence) + min(sequence.count, first + block.tokens)
+            if not sequence.sees:
+                last = 0
+            width = cdiv(PARTITIONS - 1 + block.tokens, PARTITIONS)
+            diagonal = [
+                self.section(sequence, own.source, before + PARTITIONS * n, last, 1)
+                for n in range(width)
+            ]
+            places, _ = self.put([*chunks, *diagonal])
+            row = np.zeros((len(self.heads), PARTITIONS, 3 * columns + BLOCK_FIELDS), np.int64)
+            row[:, :, :columns], token = self._block_rows(sequence, first, block)
+            row[:, :, columns : 2 * columns], row[:, :, 2 * columns : 3 * columns] = (
+                np.where(row[0, :, :columns] != NOWHERE, x, 0) for x in sequence.bounds(token)
+            )
+            lower = seen[0] if seen else 0
+            upper = seen[-1] + 1 if seen else 0
+            cuts = [(lower, upper)]
+            if form.is_cut and count == form.tile_tokens and upper - lower >= CUT_SECTIONS:
+                # the second has the chunks, too
+                middle = lower + (upper - lower) // 2 + cdiv(len(chunks), 2 * tokens)
+                cuts = [(lower, min(middle, upper)), (min(middle, upper), upper)]
+            slots = self._tile_slots(row) if len(cuts) > 1 else None
+            loop = self.loops[(BLOCKS, block.tiles, block.shared, block.together)]
+            for number, (lower, upper) in enumerate(cuts):
+                is_last = number == len(cuts) - 1
+                part, chunk_count = row.copy(), len(chunks)
+                part[:, :, -1] = row[:, :, 0]
+                sinks: Any = self.scales.sinks + self.heads[:, 0] * PARTITIONS
+                slot: Any = NOWHERE
+                ends = places
+                if slots is not None:
+                    part[:, :, -1] = NOWHERE
+                    slot = slots[:, number]
+                if not is_last:
+                    # the other one has what is behind the wide sections, and the sink
+                    nothing = self.section(sequence, own.source, 0, 0, 1)
+                    ends, _ = self.put([nothing] * width)
+                    chunk_count, sinks = 0, self.scales.nothing
+                many = 0
+                if block.together > 1:
+                    many = (upper - lower) // block.together * block.together
+                fields = (
+                    begins + lower * size,
+                    begins + (lower + many) * size,
+                    begins + upper * size,
+                    ends,
+                    ends + chunk_count * size,
+                    ends + chunk_count * size,
+                    sinks,
+                    slot,
+                )
+                part[:, :, 3 * columns : -1] = np.stack(np.broadcast_arrays(*fields), axis=-1)[
+                    :, None, :
+                ]
+                cost = block.tiles * ((upper - lower) * tokens + chunk_count + width) + 8
+                self.jobs += [(cost, loop, r) for r in part]
+            first += block.tokens
+
+    def _block_rows(self, sequence: Sequence, first: int, block: BlockSize) -> tuple[Ints, Ints]:
+        """Return where the queries of a block's tiles lie, ``[heads, 128, columns]``, and tokens.
+
+        Rows of a token and a head, or of a token and all heads of a group.
+        """
+        group, own = self.form.group, np.arange(block.columns)
+        if block.shared > 1:
+            token = first + own * PARTITIONS + ROWS[:, None]
+            place = (sequence.first + token) * len(self.heads) + self.heads[:, :, None]
+            return np.where(token < sequence.count, place, NOWHERE), token
+        per = self.form.tile_tokens
+        token = first + own * per + (ROWS // group)[:, None]
+        real = (token < sequence.count) & (per * group > ROWS)[:, None]
+        place = (sequence.first + token) * group * len(self.heads) + (ROWS % group)[:, None]
+        return np.where(real, place + self.heads[:, :, None] * group, NOWHERE), token
+
+    def _tile_slots(self, row: Ints) -> Ints:
+        """Return the slots of a tile that is cut in two, ``[heads, 2]``, and note its merge."""
+        heads = len(self.heads)
+        slots = self.tile_slots + np.arange(2 * heads).reshape(heads, 2)
+        self.tile_slots += 2 * heads
+        merge = np.zeros((heads, PARTITIONS, 3), np.int64)
+        merge[:, :, :2] = slots[:, None, :]
+        merge[:, :, 2] = row[:, :, 0]
+        self.merges += [(self.loops[(TILES, 2)], r) for r in merge]
+        return slots
+
+    # keys on the partitions
+
+    def add_parts(self, sequence: Sequence) -> bool:
+        """Add a sequence of few rows, and say whether it was possible."""
+        form = self.form
+        tokens = next((n for n in form.part_tokens if n >= sequence.count), 0)
+        if not tokens:
+            return False
+        # keys that not all rows see are the last part's, which masks
+        shared = max(0, sequence.context + sequence.count - sequence.window)
+        wide = form.wide
+        end, new = sequence.end, 0 if sequence.is_cached else sequence.count
+        start = min(round_up(min(shared, end), wide), end)
+        left = end - start
+        # the last part has a key at least, and those that not all rows see
+        full = max(0, left - max(1, sequence.count - new)) // PART_KEYS
+        tail = start + full * PART_KEYS
+        left -= full * PART_KEYS
+        # what a whole part does not hold, of new tokens that are cached, is in the chunk behind it
+        enough = (c for c in reversed(PART_CHUNKS) if PARTITIONS * c + wide > left)
+        chunks = next(enough, PART_CHUNKS[0])
+        sections, per = form.sections_of(chunks)
+        whole = min(left // per, PARTITIONS * sections) * per
+        rest = np.r_[sequence.low : start, tail + whole : end]
+        if new + len(rest) > PARTITIONS:
+            return False
+        parts = full + 1
+        slots = self._slots(tokens, parts)
+        loop = self.loops[(PARTS, PART_CHUNKS[0], tokens, 0, 1)]
+        for number in range(full):
+            at = start + number * PART_KEYS
+            own = self._row(sequence, tokens, at, at + PART_KEYS, PART_CHUNKS[0], False)
+            own[:, :, form.sections_of(PART_CHUNKS[0])[0] + 4] = slots[:, number, None]
+            self.jobs += [(3 * PART_CHUNKS[0] // 2 + 8, loop, r) for r in own]
+        own = self._last(sequence, tokens, tail, whole, chunks, rest)
+        if parts > 1:
+            own[:, :, sections + 3] = NOWHERE
+            own[:, :, sections + 4] = slots[:, full, None]
+        loop = self.loops[(PARTS, chunks, tokens, 1, 1)]
+        self.jobs += [(3 * (chunks + 1) // 2 + 8, loop, r) for r in own]
+        if parts > 1:
+            count = 1 << (parts - 1).bit_length()
+            merge = np.zeros((len(self.heads), PARTITIONS, count + 1), np.int64)
+            merge[:, :, :parts] = slots[:, None, :]
+            merge[:, :, count] = self._queries(sequence, tokens)
+            self.merges += [(self.loops[(MERGES, count, tokens, 1)], r) for r in merge]
+        return True
+
+    def _slots(self, tokens: int, parts: int) -> Ints:
+        """Return places for what the parts of a sequence find, ``[heads, parts]``."""
+        heads = len(self.heads)
+        if parts == 1:
+            return np.full((heads, 1), NOWHERE, np.int64)
+        first = self.slots[tokens]
+        self.slots[tokens] += heads * parts
+        return first + np.arange(heads * parts).reshape(heads, parts)
+
+    def _queries(self, sequence: Sequence, tokens: int) -> Ints:
+        """Return the rows of the queries, ``[heads, 128]``."""
+        group = self.form.group
+        real = sequence.count * group > ROWS
+        row = (sequence.first + ROWS // group) * group * len(self.heads) + ROWS % group
+        return np.where(real, row + self.heads * group, NOWHERE)
+
+    def _row(
+        self, sequence: Sequence, tokens: int, start: int, end: int, chunks: int, is_last: bool
+    ) -> Ints:
+        sections, per = self.form.sections_of(chunks)
+        width = sections + PART_FIELDS + ((LAST_FIELDS + 2 * tokens) if is_last else 0)
+        row = np.full((len(self.heads), PARTITIONS, width), NOWHERE, np.int64)
+        for number in range(sections):
+            at = start + number * PARTITIONS * per
+            row[:, :, number] = self.places(sequence, CACHE, at, end, per)
+        row[:, :, sections + 2] = row[:, :, sections + 3] = self._queries(sequence, tokens)
+        row[:, :, sections + 5] = self.scales.sinks + self.heads * PARTITIONS
+        place = max(self.scales.factors, 0)
+        row[:, :, sections + 6] = place + self.heads * 4 * PARTITIONS
+        return row
+
+    def _last(
+        self, sequence: Sequence, tokens: int, start: int, whole: int, chunks: int, rest: Ints
+    ) -> Ints:
+        """Return the row of a sequence's last part, which masks."""
+        sections, _ = self.form.sections_of(chunks)
+        row = self._row(sequence, tokens, start, start + whole, chunks, True)
+        first = sections + PART_FIELDS
+        row[:, :, first : first + 2] = start, start + whole
+        # new tokens, and behind them the cached ones that fill no partition
+        new, found = 0 if sequence.is_cached else sequence.count, len(rest)
+        places = np.full((len(self.heads), PARTITIONS), NOWHERE, np.int64)
+        positions = np.full(PARTITIONS, BEHIND)
+        positions[:new] = sequence.context + np.arange(new)
+        if found:
+            size = self.form.block_size
+            own = sequence.blocks[rest // size] * len(self.heads) * size + rest % size
+            places[:, new : new + found] = own + self.heads * size
+            positions[new : new + found] = rest
+        row[:, :, sections] = places
+        places = self.places(sequence, NEW, 0, new, 1)
+        row[:, :, sections + 1] = places
+        row[:, :, first + 2] = positions
+        row[:, :, first + LAST_FIELDS :] = np.concatenate(sequence.bounds(np.arange(tokens)))
+        if self.scales.factors >= 0:
+            # a block of its own for the number of new tokens
+            heads = len(self.heads)
+            row[:, :, sections + 6] = (
+                self.scales.factors
+                + 2 * heads * 4 * PARTITIONS
+                + (new * heads + self.heads) * 6 * PARTITIONS
+            )
+        return row
+
+    # new keys and values
+
+    def note_writes(self, sequence: Sequence) -> None:
+        """Note where the new tokens of a sequence go: to their positions in its blocks."""
+        size = self.form.block_size
+        position = sequence.context + np.arange(sequence.count)
+        row = sequence.blocks[position // size] * len(self.heads) * size + position % size
+        if row.max() + len(self.heads) * size >= NOWHERE:
+            raise NotImplementedError(f"the cache may have at most {NOWHERE} rows of 1 tokens")
+        self.written.append(np.stack([sequence.place + np.arange(sequence.count), row]))
+
+    def add_writes(self) -> None:
+        """Add rows of 128 tokens of a KV head, of any sequences."""
+        if not self.written:
+            return
+        heads = len(self.heads)
+        source, target = np.concatenate(self.written, axis=1)
+        count = round_up(len(source), PARTITIONS)
+        rows = np.full((heads, count, WRITE_FIELDS), NOWHERE, np.int64)
+        rows[:, : len(source), 0] = source + self.heads * self.form.places
+        rows[:, : len(source), 1] = target + self.heads * self.form.block_size
+        rows[:, :, 2] = self.scales.inverse + self.heads * 2 * PARTITIONS
+        loop = self.loops[(WRITES,)]
+        self.jobs += [(4, loop, r) for r in rows.reshape(-1, PARTITIONS, WRITE_FIELDS)]
+
+    def finish(self, numbers: np.ndarray[Any, Any]) -> Tables:
+        """Share the jobs between the programs, and put everything together."""
+        form = self.form
+        loops = form.loops
+        programs = form.programs
+        mine: list[list[list[Ints]]] = [[[] for _ in loops] for _ in range(programs)]
+        loads = [0] * programs
+        for cost, loop, row in sorted(self.jobs, key=lambda job: -job[0]):
+            program = loads.index(min(loads))
+            loads[program] += cost
+            mine[program][loop].append(row)
+        for number, (loop, row) in enumerate(self.merges):
+            mine[number % programs][loop].append(row)
+        header = np.zeros((programs, len(loops), 2), np.int64)
+        parts = [*self.keys]
+        at = self.at
+        for program in range(programs):
+            self._gather(loops, mine[program])
+            for number, own in enumerate(mine[program]):
+                size = sum(r.size for r in own)
+                header[program, number] = at, at + size
+                parts += [r.reshape(-1) for r in own]
+                at += size
+        table = np.zeros(max(form.table_size, at), np.int32)
+        table[: header.size] = header.reshape(-1)
+        if parts:
+            table[header.size : at] = np.concatenate(parts)
+        if at > form.table_size:
+            raise RuntimeError(f"a table of {form.table_size} numbers cannot hold {at}")
+        return Tables(table, at, numbers)
+
+    def _gather(self, loops: tuple[Loop, ...], mine: list[list[Ints]]) -> None:
+        """Move rows, as far as they fill iterations, to the loops that run several at once."""
+        for number, loop in enumerate(loops):
+            if loop.together == 1:
+                continue
+            spec = (*loop.spec[:-1], 1)
+            single = self.loops[spec]
+            count = len(mine[single]) // loop.together * loop.together
+            mine[number], mine[single] = mine[single][:count], mine[single][count:]
+
+
+def _runs(chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first and end key of up to ``CHUNKS`` chunks, each behind the one before."""
+    found: list[tuple[int, int]] = []
+    for start, end in chunks:
+        first, last = found[-1] if found else (start, -1)
+        size = start - first
+        if last == start and size % PARTITIONS == 0 and size < CHUNKS * PARTITIONS:
+            found[-1] = first, end
+        else:
+            found.append((start, end))
+    return found
+
+
+def build_tables(
+    form: Form,
+    query_lens: Ints,
+    context_lens: Ints,
+    block_table: Ints,
+    window: int | None,
+    tokens: int,
+    scales: Scales,
+    numbers: np.ndarray[Any, Any],
+    is_cached: bool = False,
+) -> tuple[Tables, Ints]:
+    """Return the table of a batch, and the token at each place of new keys, -1 for none.
+
+    Args:
+        tokens: rows of the packed queries; those behind the last sequence give 0.
+        is_cached: whether the new tokens' keys and values are in the cache already.
+    """
+    builder = _Builder(form, scales)
+    limit = window or MAX_POSITION
+    first = place = 0
+    new = np.full(form.places, -1, np.int64)
+    for number, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        count, context = int(count), int(context)
+        if context + count > MAX_POSITION:
+            raise NotImplementedError(f"a sequence may have at most {MAX_POSITION} keys")
+        if not count:
+            continue
+        keys = context + (count if is_cached or form.writes else 0)
+        blocks = block_table[number, : cdiv(keys, form.block_size)]
+        own = Sequence(first, place, count, context, limit, blocks, is_cached=is_cached)
+        if not builder.add_parts(own):
+            builder.add_blocks(own)
+        if form.writes:
+            builder.note_writes(own)
+        if not is_cached:
+            new[place : place + count] = np.arange(first, first + count)
+            place += round_up(count, 8)
+        first += count
+    if tokens > first:
+        nobody = Sequence(first, 0, tokens - first, 0, 1, np.zeros(0, np.int64), sees=False)
+        builder.add_blocks(nobody)
+    builder.add_writes()
+    return builder.finish(numbers), new

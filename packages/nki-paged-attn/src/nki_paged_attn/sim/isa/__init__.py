@@ -1,0 +1,103 @@
+"""The ``nki.isa`` namespace of the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import NkiValidationError, NotModelledError
+from ..memory.machine import machine
+from ..memory.virtual import VirtualRegister
+from .copy import memset, tensor_copy
+from .cores import core_barrier, sendrecv
+from .dma import dma_copy, dma_transpose
+from .elementwise import reciprocal, scalar_tensor_tensor, tensor_scalar, tensor_tensor
+from .enums import dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
+from .reduce import exponential, tensor_reduce, tensor_scalar_reduce
+from .register import register_alloc, register_load, register_move, register_store
+from .scalar import activation, activation_reduce
+from .scan import (
+    bn_aggr,
+    bn_stats,
+    max8,
+    nc_n_gather,
+    nc_stream_shuffle,
+    tensor_partition_reduce,
+    tensor_tensor_scan,
+)
+from .select import (
+    affine_select,
+    iota,
+    range_select,
+    select_reduce,
+    tensor_copy_predicated,
+)
+from .tensor import nc_matmul, nc_transpose
+
+tensor_engine = engine.tensor
+vector_engine = engine.vector
+scalar_engine = engine.scalar
+gpsimd_engine = engine.gpsimd
+unknown_engine = engine.unknown
+
+
+def get_nc_version() -> nc_version:
+    """Return the generation that the kernel runs on."""
+    return nc_version(machine().target.generation)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise NotModelledError(f"nisa.{name} is not modelled [nki.isa.{name}]")
+
+
+__all__ = [
+    "NkiValidationError",
+    "VirtualRegister",
+    "activation",
+    "activation_reduce",
+    "affine_select",
+    "bn_aggr",
+    "bn_stats",
+    "core_barrier",
+    "dge_mode",
+    "dma_copy",
+    "dma_engine",
+    "dma_transpose",
+    "engine",
+    "exponential",
+    "get_nc_version",
+    "gpsimd_engine",
+    "iota",
+    "matmul_perf_mode",
+    "max8",
+    "memset",
+    "nc_matmul",
+    "nc_n_gather",
+    "nc_stream_shuffle",
+    "nc_transpose",
+    "nc_version",
+    "oob_mode",
+    "range_select",
+    "reciprocal",
+    "reduce_cmd",
+    "register_alloc",
+    "register_load",
+    "register_move",
+    "register_store",
+    "scalar_engine",
+    "scalar_tensor_tensor",
+    "select_reduce",
+    "sendrecv",
+    "tensor_copy",
+    "tensor_copy_predicated",
+    "tensor_engine",
+    "tensor_partition_reduce",
+    "tensor_reduce",
+    "tensor_scalar",
+    "tensor_scalar_reduce",
+    "tensor_tensor",
+    "tensor_tensor_scan",
+    "unknown_engine",
+    "vector_engine",
+]

@@ -1,0 +1,122 @@
+"""A piece of memory: its bytes, and what is known of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Protocol
+
+from ..dtypes import NUMPY, Array
+from .marks import Marks
+
+_ids = itertools.count()
+
+
+class Memory(Protocol):
+    """Whoever made room for a piece."""
+
+    def release(self, storage: Storage) -> None:
+        """Take back the room of a piece that nothing refers to any more."""
+
+
+class Iteration:
+    """A turn of a loop of the device, and whether it is over."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+class Storage:
+    """A piece of memory: bytes in row-major order, the partition first on the chip.
+
+    Attributes:
+        data: the bytes; None where nothing is computed.
+        state: who wrote each element, where that matters.
+        traffic: of shared HBM, which programs wrote and read each element.
+        address: (first partition, byte), if the kernel chose one.
+        lost: of such a tensor, bytes that another one there overwrote: start, end, who.
+        iteration: in which it was made, if in a loop of the device.
+        is_argument: whether it is an argument of the kernel.
+        is_constant: whether it is an argument that may not be written.
+        is_changed: whether anything wrote it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "data",
+        "dtype",
+        "id",
+        "is_argument",
+        "is_changed",
+        "is_constant",
+        "itemsize",
+        "iteration",
+        "lost",
+        "memory",
+        "name",
+        "partition",
+        "region",
+        "shape",
+        "size",
+        "state",
+        "traffic",
+    )
+
+    def __init__(self, memory: Memory, name: str, shape: tuple[int, ...], dtype: str, region: str):
+        self.id = next(_ids)
+        # of one that could not be made there is nothing to release
+        self.memory: Memory | None = None
+        self.name = name or f"{region}_{self.id}"
+        self.shape = shape
+        self.dtype = dtype
+        self.region = region
+        self.itemsize = NUMPY[dtype].itemsize
+        self.size = math.prod(shape)
+        # elements of a partition; a whole tensor in HBM
+        on_chip = region in ("sbuf", "psum")
+        self.partition = self.size // shape[0] if on_chip and shape[0] else self.size
+        self.data: Array | None = None
+        self.state: Marks | None = None
+        self.traffic: Marks | None = None
+        self.address: tuple[int, int] | None = None
+        self.lost: list[tuple[int, int, str]] = []
+        self.iteration: Iteration | None = None
+        self.is_argument = False
+        self.is_constant = False
+        self.is_changed = False
+        self.memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        nbytes: int = self.size * self.itemsize
+        return nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a partition."""
+        nbytes: int = self.partition * self.itemsize
+        return nbytes
+
+    def overlaps(self, other: Storage, start: int, end: int) -> bool:
+        """Say whether it shares memory with bytes ``start`` to ``end`` of another, by address."""
+        if self.address is None or other.address is None or self.region != other.region:
+            return False
+        partition, at = self.address
+        other_partition, low = other.address
+        return (
+            partition < other_partition + other.shape[0]
+            and other_partition < partition + self.shape[0]
+            and at < low + end
+            and low + start < at + self.row_bytes
+        )
+
+    @property
+    def on_chip(self) -> bool:
+        return self.region in ("sbuf", "psum")
+
+    def __del__(self) -> None:
+        if self.memory is not None and self.on_chip:
+            self.memory.release(self)
