@@ -1,4 +1,4 @@
-"""Engine cycles, bytes and peaks of this kernel beside those of the old plan, from traces.
+"""Engine cycles, bytes and peaks of this kernel and of the old algorithm, from traces.
 
     python benchmarks/bench_static.py [--write]
 
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nki_paged_attn import build_plan, trace_plan
+from nki_paged_attn import trace_form
 from nki_paged_attn._paged.masks import tokens_per_partition
-from nki_paged_attn.estimate import sequential_table
 from nki_paged_attn.sim import ArraySpec, Trace, cost, find_target, load, simulate
 from nki_paged_attn.sim.dtypes import NUMPY
 
@@ -39,11 +38,11 @@ CASES = {
 # where decode's gates hold: as many sequences as make 4096 cached tokens, and four sequences
 RANGE_GROUPS = (1, 2, 4, 8, 16)
 RANGE_CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048)
-SHORT_CONTEXTS = (1, 4, 8, 16, 20, 33, 100, 1000)
+SHORT_CONTEXTS = (1, 4, 8, 16, 20, 33, 100, 130, 1000)
 
 
 def lower_bound(queries: list[int], contexts: list[int], group: int, head_dim: int) -> int:
-    """Return the bytes that have to move: each key, value and query once, each output once."""
+    """Return the least bytes of a KV head: keys, values, queries and outputs once."""
     new = sum(queries)
     return 2 * head_dim * (2 * (sum(contexts) + new) + 2 * new * group)
 
@@ -53,15 +52,22 @@ def trace_new(
     contexts: list[int],
     *,
     group: int = GROUP,
+    kv_heads: int = 1,
     head_dim: int = HEAD_DIM,
     block_size: int = BLOCK_SIZE,
     target: str = TARGET,
 ) -> Trace:
     """Log this kernel."""
-    table = sequential_table(contexts, block_size)
-    plan = build_plan(queries, contexts, table, block_size, heads=group, kv_heads=1)
-    blocks = int(table.max(initial=0)) + 1
-    return trace_plan(plan, head_dim=head_dim, dtype=DTYPE, blocks=blocks, target=target)
+    return trace_form(
+        queries,
+        contexts,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=DTYPE,
+        target=target,
+    )
 
 
 def trace_old(
@@ -73,7 +79,7 @@ def trace_old(
     block_size: int = BLOCK_SIZE,
     target: str = TARGET,
 ) -> Trace:
-    """Log the old plan; in an SBUF without an end, because its accumulators may not fit."""
+    """Log the old algorithm; in an SBUF without an end, because its accumulators may not fit."""
     kernel = load(HERE / "old_plan.py").old_plan_kernel
     kind = NUMPY[DTYPE]
     seq = P

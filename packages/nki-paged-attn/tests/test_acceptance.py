@@ -152,8 +152,8 @@ def test_11_the_kernel_reads_nothing_that_was_not_written(target, dtype, monkeyp
     from nki_paged_attn import simulate
     from nki_paged_attn._paged import backends
 
-    def run(backend, arguments, name):
-        return simulate(backends.simulated_kernel(name), target, strict=True)(**arguments)
+    def run(backend, arguments):
+        return simulate(backends.simulated_kernel(), target, strict=True)(**arguments)
 
     monkeypatch.setattr(backends, "run", run)
     # a strict run refuses two programs of which one has more to do

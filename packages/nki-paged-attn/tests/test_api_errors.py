@@ -140,6 +140,14 @@ def test_plans_check_what_they_are_given(changes, error, text):
         build_plan(**given)
 
 
+def test_what_plans_had_and_have_no_more():
+    with pytest.warns(DeprecationWarning, match="joint has no effect"):
+        plan = build_plan([1], [5], [[0]], 16, heads=1, kv_heads=1, joint=False)
+    with pytest.raises(AttributeError, match=r"Plan.structure went .*; Plan.form, Plan.tables"):
+        plan.structure  # noqa: B018
+    assert not hasattr(plan, "x")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -11,12 +11,13 @@ from nki_paged_attn import (
     flash_attn_varlen_nkifunc,
     flash_paged_attention,
     load_block_tables,
+    paged_attention,
     paged_attention_reference,
     reorder_context_mask,
     reshape_and_cache,
     transform_block_tables_for_indirect_load,
 )
-from nki_paged_attn._paged.masks import column_order, rows_of_mask
+from nki_paged_attn._paged.masks import column_order, pack_mask
 from nki_paged_attn.cache import unpack_keys
 
 from . import _vllm
@@ -173,15 +174,78 @@ def test_windows_and_ragged_rows_of_a_mask(call):
 
 
 def test_a_mask_falls_into_its_sequences(call):
-    """So that none is multiplied with another's keys; rows that see nothing stay together."""
+    """So that none is multiplied with another's keys; rows that see nothing stay together.
+
+    They are the sequences that ``paged_attention`` runs, whose bits they have.
+    """
     *_, mask = call.arguments
     context = mask.shape[1] - mask.shape[0]
     plain = np.empty(mask.shape, bool)
     plain[:, column_order(512, 16, context)] = mask[:, :context] != 0
     plain[:, context:] = mask[:, context:] != 0
-    found = rows_of_mask(plain, context, call.arguments[4])
+    found = pack_mask(plain, context, call.arguments[4], 16).sequences
     lens = call.packed[5].tolist()
-    assert [len(rows.tokens) for rows in found] == [*lens, len(mask) - sum(lens)]
+    assert [x.count for x in found] == [*lens, len(mask) - sum(lens)]
+    assert [x.is_causal for x in found] == [True] * len(lens) + [False]
+    got = flash_attn_varlen_nkifunc(*call.arguments, **call.options)[0].transpose(1, 0, 2)
+    np.testing.assert_array_equal(got[: call.tokens], paged_attention(*call.packed))
+
+
+def of_ranges(cached, new, columns, tokens):
+    """Return a mask, before it is reordered, of the ranges that each row sees."""
+    mask = np.zeros((len(cached), columns + tokens), np.int32)
+    for row, own, others in zip(mask, cached, new, strict=True):
+        row[slice(*own)] = 1
+        row[columns + others[0] : columns + others[1]] = 1
+    return mask
+
+
+RANGES = {
+    "cached alone": ([(0, 100), (10, 90), (50, 51)], [(0, 0)] * 3),
+    "new alone, out of order": ([(0, 0)] * 4, [(0, 9), (0, 200), (3, 4), (150, 200)]),
+    "keys after their own": ([(5, 70)] * 6, [(2, 40)] * 6),
+    "keys that do not meet": ([(0, 60), (0, 50), (7, 60)], [(4, 20), (5, 9), (0, 20)]),
+    "a row with many of both": ([(3, 1900)], [(1, 200)]),
+    "rows of many tiles": ([(0, 1000)] * 150, [(0, 1 + i % 7) for i in range(150)]),
+    "a hole between sequences": ([(0, 40), (0, 0), (0, 40)], [(0, 1), (0, 0), (0, 3)]),
+    "neighbours with other keys": (
+        [(64 * i, 64 * i + 40) for i in range(9)],
+        [(20 * i, 20 * i + 1 + i) for i in range(9)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", RANGES)
+def test_any_ranges(name, kv_heads):
+    """Of cached and of new tokens one each, whatever rows they are."""
+    cached, new = RANGES[name]
+    heads, head_dim, size, columns, tokens = 2 * kv_heads, 16, 16, 2048, 200
+    rng = np.random.default_rng(len(name))
+    q = rng.uniform(-1, 1, (len(cached), heads, head_dim)).astype(np.float32)
+    k, v = rng.uniform(-1, 1, (2, tokens, kv_heads, head_dim)).astype(np.float32)
+    cache = rng.uniform(-1, 1, (2, 130, kv_heads, size, head_dim)).astype(np.float32)
+    table = rng.permutation(130)[: columns // size]
+    mask = of_ranges(cached, new, columns, tokens)
+    order = column_order(512, size, columns)
+    got = flash_attn_varlen_nkifunc(
+        q.transpose(1, 2, 0)[None],
+        k.transpose(1, 2, 0)[None],
+        v.transpose(1, 0, 2)[None],
+        cache,
+        table,
+        np.concatenate([mask[:, order], mask[:, columns:]], axis=1),
+        LARGE_TILE_SZ=512,
+        mixed_precision=False,
+    )
+    flat = cache[:, table].transpose(0, 1, 3, 2, 4).reshape(2, columns, kv_heads, head_dim)
+    keys, values = (np.concatenate(x).astype(float) for x in ((flat[0], k), (flat[1], v)))
+    for head in range(heads):
+        scores = q[:, head].astype(float) @ keys[:, head // 2].T / np.sqrt(head_dim)
+        weights = np.where(mask, np.exp(scores), 0)
+        total = weights.sum(axis=1, keepdims=True)
+        exact = weights @ values[:, head // 2] / np.where(total, total, 1)
+        np.testing.assert_allclose(got[0, head], exact, atol=1e-5)
 
 
 @pytest.mark.parametrize(

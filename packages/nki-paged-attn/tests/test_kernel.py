@@ -115,7 +115,7 @@ def test_forms_of_large_heads_fit(heads, dtype):
 
 
 def test_a_plan_of_large_heads_fits():
-    """Of a prompt whose keys stay in SBUF."""
+    """Of a prompt."""
     plan = build_plan([4096], [0], np.zeros((1, 0)), 32, heads=8, kv_heads=1)
     assert trace_plan(plan, head_dim=256, blocks=1).sbuf_peak <= 212_984
 
@@ -234,10 +234,8 @@ def test_long_sequences_stream_their_keys():
     make_case([70, 1], [9500, 9000], heads=2, kv_heads=1, head_dim=8, block_size=64).check()
 
 
-def test_many_tiles_against_many_sections(monkeypatch):
-    """Blocks of tiles whose keys do not stay: each block reads them again."""
-    monkeypatch.setattr("nki_paged_attn.plan.RESIDENT_TILES", 2)
-    monkeypatch.setattr("nki_paged_attn.plan.RESIDENT_SECTIONS", 2)
+def test_many_tiles_against_many_sections():
+    """Two blocks of tiles: each reads the keys again."""
     make_case([300], [2500], heads=2, kv_heads=1, head_dim=8, window=900).check()
 
 

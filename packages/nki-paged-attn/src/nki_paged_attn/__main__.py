@@ -18,9 +18,8 @@ import numpy as np
 from . import __version__, build_plan, paged_attention, paged_attention_reference
 from ._paged.backends import choose_backend, find_programs
 from ._paged.checks import FLOATS, FP8, MAX_HEAD_DIM
-from ._paged.forms import Buckets
+from ._paged.forms import BLOCKS, MERGES, PARTS, Buckets
 from .estimate import SAMPLES, sequential_table, trace_form
-from .plan import DECODE
 from .sim import Trace, cost, find_target, install, write_timeline
 from .sim.targets import default_target
 
@@ -181,12 +180,19 @@ def _print_plan(arguments: argparse.Namespace) -> None:
         window=arguments.window,
     )
     print(plan)
-    for number, unit in enumerate(plan.structure):
-        if unit[0] == DECODE:
-            print(f"  unit {number}: {plan.rows[unit[1]]} rows, {len(unit[2])} softmaxes")
-        else:
-            pairs = sum(len(step[1]) for step in unit[1] if step[0] == 1)
-            print(f"  unit {number}: {pairs} pairs of a tile and a section")
+    for spec, count in plan.counts.items():
+        print(f"  {_describe(spec)}: {count}")
+
+
+def _describe(spec: tuple[int, ...]) -> str:
+    """Name what a loop of a form runs."""
+    if spec[0] == BLOCKS:
+        return f"blocks of {spec[1]} tiles"
+    if spec[0] == PARTS:
+        return f"{'last ' * spec[3]}parts of {spec[1]} chunks, {spec[2]} tokens"
+    if spec[0] == MERGES:
+        return f"merges of {spec[1]} parts, {spec[2]} tokens"
+    return "merges of two tiles"
 
 
 def _run_batch(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._paged.backends import choose_backend
+from ._paged.call import Batch, Options
 from ._paged.checks import (
     check_flag,
     check_lengths,
@@ -22,7 +23,7 @@ from ._paged.checks import (
 )
 from ._paged.devices import Described, describe, find_device, launch_prepared, prepare
 from ._paged.forms import Buckets, check_buckets
-from ._paged.launch import Batch, Options, launch_form
+from ._paged.launch import launch_form
 from .sim.arrays import is_tensor, like, to_array
 
 
@@ -50,7 +51,7 @@ def paged_attention(
 ) -> Any:
     """Attend new tokens to their sequence's cached context and, causally, to each other.
 
-    Sequences lie one behind the other; prefill, chunks and decode mix freely. Key ``j`` of a
+    Sequences lie one after the other; prefill, chunks and decode mix freely. Key ``j`` of a
     sequence is visible to its new token ``i`` iff ``j <= context + i``, and with a window also
     ``j > context + i - window``.
 
@@ -65,7 +66,7 @@ def paged_attention(
             each call.
         block_table: block numbers of each sequence, ``[batch, max_blocks]``, integers. Entries past
             a context are not read.
-        query_lens: new tokens of each sequence, ``[batch]``; rows of q behind their sum give 0.
+        query_lens: new tokens of each sequence, ``[batch]``; rows of q after their sum give 0.
         context_lens: tokens of each sequence that the cache holds, ``[batch]``.
         scale: of the scores; any finite number. Default: ``head_dim ** -0.5``.
         window: how many keys a token sees at most, its own included. Default: all.
@@ -129,14 +130,15 @@ def paged_attention(
         turns_by_dma=check_transposes(transposes, np.dtype(queries.dtype).name),
     )
     batch = Batch(lens, contexts, table, tokens, check_window(window), writes=write_cache)
+    packed = batch.pack(cache.shape[3])
     sizes = check_buckets(buckets)
     if device is not None:
-        prepared = prepare(device, batch, options, sizes, heads, cache.shape[3:])
+        prepared = prepare(device, packed, options, sizes, heads, cache.shape[3:])
         new = tuple(device.by_head(x, prepared.order) for x in (k, v))
         out, lse = launch_prepared(device, q, new, (kv_cache[0], kv_cache[1]), prepared)
         return (out, lse) if return_lse else out
     chosen = choose_backend(backend)
-    out, lse = launch_form(queries, keys, values, cache, batch, options, sizes, chosen)
+    out, lse = launch_form(queries, keys, values, cache, packed, options, sizes, chosen)
     return (like(out, q), like(lse, q)) if lse is not None else like(out, q)
 
 

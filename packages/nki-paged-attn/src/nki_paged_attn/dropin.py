@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._paged.backends import choose_backend
+from ._paged.call import Options
 from ._paged.checks import (
     check_block_size,
     check_cache,
@@ -17,9 +18,9 @@ from ._paged.checks import (
     check_large_tile,
     check_number,
 )
-from ._paged.launch import Options, launch
-from ._paged.masks import column_order, rows_of_mask
-from .plan import plan_rows
+from ._paged.forms import Buckets
+from ._paged.launch import launch_form
+from ._paged.masks import column_order, pack_mask
 from .sim.arrays import like, to_array
 
 
@@ -125,26 +126,20 @@ def _attend(
         raise ValueError(
             f"block_table[{at}] must be from 0 to {cache.shape[1] - 1}, got {table[at]}"
         )
-    plan = plan_rows(rows_of_mask(plain, context, table), block_size, heads, kv_heads, seq_q)
+    batch = pack_mask(plain, context, table.astype(np.int64), block_size)
     scale = (
         head_dim**-0.5 if softmax_scale is None else check_number("softmax_scale", softmax_scale)
     )
-    options = Options(
-        scale=scale,
-        softcap=0.0,
-        sinks=None,
-        k_scales=(1.0,) * kv_heads,
-        v_scales=(1.0,) * kv_heads,
-        has_lse=False,
-        dtype="bfloat16" if mixed_precision else q.dtype.name,
-    )
-    out, _ = launch(
+    dtype = "bfloat16" if mixed_precision else q.dtype.name
+    options = Options.plain(scale, kv_heads, dtype)
+    out, _ = launch_form(
         np.ascontiguousarray(q[0].transpose(2, 0, 1)),
         k[0].transpose(2, 0, 1),
         v[0].transpose(1, 0, 2),
         cache,
-        plan,
+        batch,
         options,
+        Buckets(),
         choose_backend(),
     )
     return like(np.ascontiguousarray(out.transpose(1, 0, 2))[None], query)

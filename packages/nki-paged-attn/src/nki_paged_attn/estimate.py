@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from attn_common import cdiv
 
 from ._paged.backends import simulated_kernel
+from ._paged.call import Batch, Options
 from ._paged.checks import (
     FLOATS,
     FP8,
@@ -24,13 +26,8 @@ from ._paged.checks import (
     check_window,
 )
 from ._paged.forms import Bucket, Buckets, Form, check_buckets
-from ._paged.launch import (
-    Batch,
-    Options,
-    form_tables,
-    kernel_arguments,
-    static_arguments,
-)
+from ._paged.launch import find_form, form_tables, static_arguments
+from ._paged.sequences import Packed
 from .plan import Plan
 from .sim import ArraySpec, Cost, Trace, cost, simulate
 from .sim.arrays import Array
@@ -81,32 +78,9 @@ def trace_plan(
         check_number("softcap", softcap, positive=True)
     check_dtype("dtype", dtype, FLOATS)
     check_dtype("cache_dtype", cache_dtype or dtype, (*FLOATS, *FP8))
-    heads = plan.group * plan.kv_heads
-    kind = NUMPY[dtype]
-    options = Options(
-        scale=head_dim**-0.5,
-        softcap=softcap,
-        sinks=None,
-        k_scales=(1.0,) * plan.kv_heads,
-        v_scales=(1.0,) * plan.kv_heads,
-        has_lse=has_lse,
-        dtype=dtype,
-    )
-    # the tables are real; of the tensors only shapes matter
-    few = np.zeros((plan.tokens, plan.kv_heads, head_dim), kind)
-    cache = np.zeros((2, 1, plan.kv_heads, plan.block_size, head_dim), kind)
-    queries = np.zeros((1, heads, head_dim), kind)
-    arguments = kernel_arguments(queries, few, few, cache, plan, options)
-    new = ArraySpec((plan.kv_heads, len(plan.new_tokens), head_dim), kind)
-    pool = (2, blocks, plan.kv_heads, plan.block_size, head_dim)
-    arguments["q"] = ArraySpec((plan.tokens * heads, head_dim), kind)
-    arguments["k_new"] = arguments["v_new"] = new
-    arguments["kv_cache"] = ArraySpec(pool, NUMPY[cache_dtype or dtype])
-    for name in ("bounds", "bounds_tokens", "sinks", "sink_rows"):
-        arguments[name] = ArraySpec(arguments[name].shape, arguments[name].dtype)
-    run = simulate(simulated_kernel()[programs], target, execute=False)
-    run(**arguments)
-    return run.trace
+    options = Options.plain(head_dim**-0.5, plan.kv_heads, dtype, softcap=softcap, has_lse=has_lse)
+    form = replace(plan.form, head_dim=head_dim, programs=programs)
+    return _log(plan.batch, form, options, blocks, cache_dtype or dtype, target)
 
 
 def estimate_cost(
@@ -130,7 +104,7 @@ def estimate_cost(
     Of each loop of the device two iterations are traced, of those inside of them, too, each for its
     share: what grows evenly with the iteration is counted exactly.
     """
-    trace, _ = _trace(
+    trace = _trace(
         query_lens,
         context_lens,
         Shape(heads, kv_heads, head_dim, block_size, dtype, cache_dtype or dtype),
@@ -159,7 +133,7 @@ def count_instructions(
     """Return the instructions of a form: what is compiled, each loop's body once."""
     if not isinstance(bucket, tuple) or len(bucket) != len(Bucket._fields):
         raise TypeError(f"bucket must be Bucket(batch, tokens, context), got {bucket!r}")
-    trace, _ = _trace(
+    trace = _trace(
         [],
         [],
         Shape(heads, kv_heads, head_dim, block_size, dtype, cache_dtype or dtype),
@@ -208,7 +182,7 @@ def trace_form(
         programs=programs,
         samples=samples,
         transposes=transposes,
-    )[0]
+    )
 
 
 class Shape(NamedTuple):
@@ -233,7 +207,7 @@ def _trace(
     programs: int,
     samples: int | None,
     transposes: str,
-) -> tuple[Trace, Form]:
+) -> Trace:
     check_head_dim(shape.head_dim)
     check_programs(programs)
     if samples is not None:
@@ -243,31 +217,38 @@ def _trace(
     check_dtype("cache_dtype", shape.cache_dtype, (*FLOATS, *FP8))
     queries, contexts = check_lengths(query_lens, context_lens, None)
     table = sequential_table(context_lens, shape.block_size)
-    kv_heads = shape.kv_heads
-    options = Options(
-        scale=shape.head_dim**-0.5,
-        softcap=0.0,
-        sinks=None,
-        k_scales=(1.0,) * kv_heads,
-        v_scales=(1.0,) * kv_heads,
-        has_lse=False,
-        dtype=shape.dtype,
+    options = Options.plain(
+        shape.head_dim**-0.5,
+        shape.kv_heads,
+        shape.dtype,
         turns_by_dma=check_transposes(transposes, shape.dtype),
     )
-    batch = Batch(queries, contexts, table, int(queries.sum()), check_window(window))
-    bucket = check_buckets(buckets).find(len(queries), batch.tokens, int(contexts.max(initial=0)))
-    group, head_dim = shape.heads // kv_heads, shape.head_dim
-    form = Form(bucket, group, kv_heads, shape.block_size, programs, head_dim=head_dim)
-    tables, _ = form_tables(batch, form, options)
-    # the table is real; of the tensors only shapes matter
-    kind = NUMPY[shape.dtype]
-    new = ArraySpec((kv_heads, form.places, head_dim), kind)
+    size = shape.block_size
+    batch = Batch(queries, contexts, table, int(queries.sum()), check_window(window)).pack(size)
+    form = find_form(batch, check_buckets(buckets), *shape[:2], size, shape.head_dim, programs)
     blocks = int(table.max(initial=0)) + 1
-    pool = ArraySpec((blocks, kv_heads, shape.block_size, head_dim), NUMPY[shape.cache_dtype])
-    run = simulate(simulated_kernel("form")[programs], target, execute=False)
+    return _log(batch, form, options, blocks, shape.cache_dtype, target, samples)
+
+
+def _log(
+    batch: Packed,
+    form: Form,
+    options: Options,
+    blocks: int,
+    cache_dtype: str,
+    target: str,
+    samples: int | None = None,
+) -> Trace:
+    """Log a form on a batch; its tables are real, and of the tensors only shapes matter."""
+    tables, _ = form_tables(batch, form, options)
+    kind, head_dim = NUMPY[options.dtype], form.head_dim
+    rows = form.bucket.tokens * form.group * form.kv_heads
+    new = ArraySpec((form.kv_heads, form.places, head_dim), kind)
+    pool = ArraySpec((blocks, form.kv_heads, form.block_size, head_dim), NUMPY[cache_dtype])
+    run = simulate(simulated_kernel()[form.programs], target, execute=False)
     run.samples = samples
     run(
-        q=ArraySpec((bucket.tokens * shape.heads, head_dim), kind),
+        q=ArraySpec((rows, head_dim), kind),
         k_new=new,
         v_new=new,
         k_cache=pool,
@@ -276,4 +257,4 @@ def _trace(
         numbers=ArraySpec(tables.numbers.shape, tables.numbers.dtype),
         **static_arguments(form, options),
     )
-    return run.trace, form
+    return run.trace

@@ -102,7 +102,7 @@ def test_12_runs_unmodified_against_another_nki(monkeypatch):
     expected = case.run()[0]
     got = case.run(backend="nki-sim")[0]
     assert (got == expected).all()
-    kernel = importlib.import_module("nki_paged_attn._kernels.paged")
+    kernel = importlib.import_module("nki_paged_attn._kernels.form")
     assert kernel.nisa is nki.isa
     for name in [n for n in sys.modules if n.startswith("nki_paged_attn._kernels.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -19,7 +19,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .common import BANK, P, cut_head_dim, turn_keys, turn_queries
-from .prefill import NEGATED, OUTPUT, TOTAL, exponentiate, find_maximum, score, turn, weigh
 from .rows import (
     as_rows,
     find_scaling,
@@ -32,11 +31,12 @@ from .rows import (
     store_tiles,
     to_float,
 )
+from .tiles import NEGATED, OUTPUT, TOTAL, exponentiate, find_maximum, score, turn, weigh
 
 # numbers of a section's row: places in the cache and among new tokens, first and end position,
 # scales
 SECTION = 5
-# of a block's row behind its columns: loops over several wide sections, over one, and over chunks,
+# of a block's row after its columns: loops over several wide sections, over one, and over chunks,
 # the diagonal, the sinks; of one tile, which may be one of two with different keys: its slot, and
 # where its results lie
 WIDE = 0
@@ -46,11 +46,11 @@ SINKS = 6
 SLOT = 7
 RESULTS = 8
 FIELDS = 9
-# of a tile's state, behind its output: where the maximum is between iterations
+# of a tile's state, after its output: where the maximum is between iterations
 KEPT = 4
 # chunks of the diagonal that are in flight together
 GROUP_OF_CHUNKS = 8
-# chunks of an iteration, each behind the one before
+# chunks of an iteration, each after the one before
 CHUNKS_TOGETHER = 4
 
 
@@ -122,7 +122,7 @@ def score_chunks(state, keys):
 
 
 def sweep(works, block, outputs, options):
-    """Run tiles against keys, each a stage behind the one before, and keep their state in place."""
+    """Run tiles against keys, each a stage after the one before, and keep their state in place."""
     count = len(works)
     for i in range(count + 4):
         # a work ahead of the product that needs them
@@ -135,7 +135,7 @@ def sweep(works, block, outputs, options):
             if work["by_chunk"]:
                 work["scores"] = score_chunks(work["state"], work["keys"])
             else:
-                work["scores"] = score(work["state"], work["keys"], P)
+                work["scores"] = score(work["state"], work["keys"])
         if i >= 1 and i - 1 < count:
             find_maximum(works[i - 1], options)
         if i >= 2 and i - 2 < count:
@@ -197,13 +197,11 @@ def start_works(inputs, options, block, section):
                 "state": states[tile],
                 "tile": tile,
                 "column": column,
-                "start": 0,
                 "low": low[:, column : column + 1],
                 "high": high[:, column : column + 1],
                 "scaling": scaling,
                 "has_v_scale": options["is_scaled"],
                 "v_scale": v_scale,
-                "is_masked": 1,
                 "by_chunk": 0,
                 "turns": [],
                 "is_last": 1,
@@ -324,7 +322,7 @@ def run_diagonal(inputs, outputs, options, block, columns, per_column):
                 work["by_chunk"] = 1
                 works.append(work)
     for number in range(len(works)):
-        # a tile has another work behind, and a column is done with the last of its tiles
+        # a tile has another work after, and a column is done with the last of its tiles
         work = works[number]
         work["finishes"] = 1
         for later in works[number + 1 :]:

@@ -7,8 +7,8 @@ import nki.language as nl
 from .blocks import FIELDS as BLOCK_FIELDS
 from .blocks import merge_tiles, run_block
 from .common import P
+from .parts import clear_slot, merge_parts, row_width, run_parts
 from .rows import load_register
-from .units import clear_slot, merge_parts, row_width, run_parts
 from .write import FIELDS as WRITE_FIELDS
 from .write import write_new
 
@@ -75,7 +75,7 @@ def meet(outputs):
 
 
 def find_diagonal(rows):
-    """Return 1 on the diagonal and 0 beside it, [rows, rows]."""
+    """Return 1 on the diagonal and 0 elsewhere, [rows, rows]."""
     distance = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=distance, pattern=[[-1, rows]], channel_multiplier=1)
     result = nl.ndarray((rows, rows), dtype=nl.uint8, buffer=nl.sbuf)
@@ -183,8 +183,6 @@ def paged_attention_form(
         "dtype": dtype,
         "ones": ones,
         "has_tile_slots": False,
-        # it writes the descriptors of the gathers of an iteration, which come first
-        "spares_gpsimd": True,
         "is_diagonal": find_diagonal(MOST_ROWS),
     }
     parts = {}

@@ -4,7 +4,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .common import TINY, P, copy_to, finish_lse
-from .decode import turn_output
 
 
 def load_row(tables, at, width, offset):
@@ -191,6 +190,27 @@ def store_tiles(outputs, options, index, states):
     scatter_rows(as_rows(outputs["out"], width), index, result)
     if options["has_lse"]:
         scatter_rows(as_rows(outputs["lse"], count), index, lse)
+
+
+def turn_output(output, inverse, target):
+    """Multiply pieces [head_dim, rows] by a number for each row, and return [rows, head_dim]."""
+    rows = output[0].shape[1]
+    dtype = target.dtype
+    head_dim = target.shape[1]
+    turned = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.psum)
+    start = 0
+    for own in output:
+        size = own.shape[0]
+        # rounded before it is turned, which takes a quarter of the time in 16 bits
+        divided = nl.ndarray((size, rows), dtype=dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=divided, data1=own, data2=inverse[:size, :], op=nl.multiply)
+        nisa.nc_transpose(
+            dst=turned[:, start : start + size], data=divided, engine=nisa.engine.tensor
+        )
+        start = start + size
+    result = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.sbuf)
+    copy_to(result, turned, False)
+    return result
 
 
 def store_columns(outputs, options, index, total, negated, output):

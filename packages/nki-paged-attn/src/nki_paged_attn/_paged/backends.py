@@ -75,24 +75,27 @@ def find_programs() -> int:
     return int(programs)
 
 
-# files of kernels, and their entries
-ENTRIES = {"paged": "paged_attention_kernel", "form": "paged_attention_form"}
+# the file of the kernel, and its entry
+FILE, ENTRY = "form", "paged_attention_form"
 
 
-@lru_cache(maxsize=len(ENTRIES))
-def simulated_kernel(name: str = "paged") -> Any:
-    """Return a kernel with our simulator as its ``nki``: of a plan, or of a form."""
-    folder = Path(__file__).parent.parent / "_kernels"
-    return getattr(Loader(folder).load(name), ENTRIES[name])
+@lru_cache(maxsize=1)
+def simulated_kernel() -> Any:
+    """Return the kernel with our simulator as its ``nki``."""
+    return getattr(Loader(Path(__file__).parent.parent / "_kernels").load(FILE), ENTRY)
 
 
-def run(backend: str, arguments: dict[str, Any], name: str = "paged") -> Any:
-    """Run a kernel on a backend that ``choose_backend`` returned."""
+def load_kernel() -> Any:
+    """Return the kernel with the installed ``nki``."""
+    return getattr(importlib.import_module(f".._kernels.{FILE}", __package__), ENTRY)
+
+
+def run(backend: str, arguments: dict[str, Any]) -> Any:
+    """Run the kernel on a backend that ``choose_backend`` returned."""
     programs = find_programs()
     if backend == "sim":
-        return simulate(simulated_kernel(name)[programs], default_target())(**arguments)
-    nki = importlib.import_module("nki")
-    kernel = getattr(importlib.import_module(f".._kernels.{name}", __package__), ENTRIES[name])
+        return simulate(simulated_kernel()[programs], default_target())(**arguments)
+    kernel = load_kernel()[programs]
     if backend == "nki-sim":
-        return nki.simulate(kernel[programs])(**arguments)
-    return kernel[programs](**arguments)
+        return importlib.import_module("nki").simulate(kernel)(**arguments)
+    return kernel(**arguments)

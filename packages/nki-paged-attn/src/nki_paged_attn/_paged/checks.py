@@ -168,7 +168,7 @@ def check_head_dim(head_dim: Any) -> None:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Check the numbers of heads of a plan."""
+    """Check the numbers of heads."""
     check_count("heads", heads)
     check_count("kv_heads", kv_heads)
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:

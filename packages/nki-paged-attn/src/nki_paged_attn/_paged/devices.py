@@ -17,17 +17,17 @@ import ml_dtypes
 import numpy as np
 
 from ..sim.arrays import Array, is_tensor
-from .backends import ENTRIES, find_programs
+from .backends import find_programs, load_kernel
+from .call import Options
 from .forms import WRITES, Buckets, Form
 from .launch import (
-    Batch,
-    Options,
     find_folding,
     find_form,
     form_tables,
     largest_of,
     static_arguments,
 )
+from .sequences import Packed
 from .tables import Tables
 
 # devices of PyTorch that are Neuron's, and where its operator is, the newest first
@@ -63,7 +63,7 @@ class Device(Protocol):
         """Return a tensor of the device that begins with an array; the rest is anything."""
 
     def pad_rows(self, x: Any, rows: int) -> Any:
-        """Return a tensor with rows of anything behind its own."""
+        """Return a tensor with rows of anything after its own."""
 
     def by_head(self, x: Any, places: Array) -> Any:
         """Return ``[tokens, heads, d]`` as ``[heads, places, d]``; 0 where there is no token."""
@@ -128,7 +128,7 @@ class TorchDevice:
         return result
 
     def by_head(self, x: Any, order: Any) -> Any:
-        # one row of zeros behind the tokens, for places without one
+        # one row of zeros after the tokens, for places without one
         padded = self.torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
         return padded.index_select(0, order).transpose(0, 1).contiguous()
 
@@ -178,12 +178,6 @@ class JaxDevice:
         return load_kernel()[programs](**arguments)
 
 
-def load_kernel() -> Any:
-    """Return the kernel of forms with the installed ``nki``."""
-    module = importlib.import_module(".._kernels.form", __package__)
-    return getattr(module, ENTRIES["form"])
-
-
 @lru_cache(maxsize=1)
 def torch_operator() -> Any:
     """Return a function of the kernel's arguments and the programs, as PyTorch's operator.
@@ -209,7 +203,7 @@ def torch_operator() -> Any:
     kernel = wrap(load_kernel())
 
     def call(statics: dict[str, Any], programs: int, tensors: tuple[Any, ...]) -> Any:
-        # caches that it wrote come behind these
+        # caches that it wrote come after these
         return kernel[programs](**dict(zip(TENSORS, tensors, strict=True)), **statics)[:2]
 
     if not found.get("nki_op"):
@@ -254,7 +248,7 @@ class Prepared:
 
     Attributes:
         tokens, heads: of the queries.
-        order: token at each place of new keys, behind all for none, on the device; None where the
+        order: token at each place of new keys, after all for none, on the device; None where the
             keys are in the cache.
         multiplier: of the queries, where the scale is too small to be a factor; None for zeros.
     """
@@ -271,7 +265,7 @@ class Prepared:
 
 def prepare(
     device: Device,
-    batch: Batch,
+    batch: Packed,
     options: Options,
     buckets: Buckets,
     heads: int,
@@ -303,7 +297,7 @@ def prepare(
 
 
 def _put_tables(device: Device, tables: Tables) -> Any:
-    # what is behind the used part does not cross
+    # what is after the used part does not cross
     return device.put_into(tables.table[: tables.used], len(tables.table))
 
 

@@ -34,10 +34,10 @@ PART_KEYS = PARTITIONS * PART_CHUNKS[0]
 TOGETHER = 4
 # parts of sequences of one token that are merged side by side
 MERGE_PARTS = 16
-# kinds of loops, and numbers of their rows beside their tiles and sections: as in _kernels
+# kinds of loops, and numbers of their rows besides their tiles and sections: as in _kernels
 BLOCKS, PARTS, MERGES, TILES, WRITES = 0, 1, 2, 3, 4
 BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION, WRITE_FIELDS = 9, 7, 3, 5, 3
-# slots of tiles, beside those of numbers of tokens, and wide sections from which a tile is cut
+# slots of tiles, besides those of numbers of tokens, and wide sections from which a tile is cut
 OF_TILES, CUT_SECTIONS = 0, 4
 # slots that stand for parts which are not there, one of each program
 EMPTY_SLOTS = 2

@@ -1,150 +1,30 @@
-"""From checked arguments and a plan to the kernel's arguments, and back."""
+"""From checked arguments to the arguments of a form, and back."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ..plan import Plan
 from ..sim.arrays import Array
 from . import backends
-from .checks import FP8, FP32_MAX, PARTITIONS
+from .call import SMALLEST_FACTOR, Options
+from .checks import FP8, PARTITIONS
 from .forms import MAX_PART_ROWS, Buckets, Form
+from .sequences import Packed
 from .tables import Scales, Tables, build_tables
 
-# factors below this are multiplied into the queries, because masked scores are finite numbers, too
-SMALLEST_FACTOR = 2.0**-40
-# how far apart the scales of heads may be where queries in fp16 are multiplied by so little that
-# they are rounded: with keys up to 448, scores of the largest scale are off by about 2**-11
-WIDEST_SCALES = 2.0**40
 # of a factor to the softcap, as fp32 holds it
 LARGEST_RATIO = 2.0**127
 # of the largest fp32 number: above what a masked score is, below every other
 NO_MAXIMUM = 8e37
 
 
-@dataclass(frozen=True)
-class Options:
-    """Checked options of a call.
-
-    Attributes:
-        softcap: 0.0 for none.
-        k_scales, v_scales: of the cache, for each KV head.
-        dtype: NKI name of the dtype of the operands of products.
-        is_packed: whether two tokens of the cached keys are interleaved.
-        turns_by_dma: whether DMA turns the probabilities of a prompt.
-        largest: what new keys and values are limited to where they are written; 0.0 for no limit.
-    """
-
-    scale: float
-    softcap: float
-    sinks: Array | None
-    k_scales: tuple[float, ...]
-    v_scales: tuple[float, ...]
-    has_lse: bool
-    dtype: str
-    is_packed: bool = False
-    turns_by_dma: bool = False
-    largest: float = 0.0
-
-    def __post_init__(self) -> None:
-        # with a cap the kernel limits it
-        factor = abs(self.scale) * max(self.k_scales, default=1.0)
-        if not self.softcap and factor > FP32_MAX:
-            raise ValueError(f"scale times k_scale must be finite in fp32, got {factor:.3g}")
-        least, most = self.least_scale, max(1.0, *self.k_scales)
-        is_folded = abs(self.scale) * least < SMALLEST_FACTOR
-        if self.dtype == "float16" and is_folded and most / least > WIDEST_SCALES:
-            raise ValueError(
-                f"k_scale of heads, and 1 for new keys, must be within {WIDEST_SCALES:.3g} of each "
-                f"other with float16 queries and scale {self.scale:.3g}, got {least:.3g} and "
-                f"{most:.3g}"
-            )
-
-    @property
-    def least_scale(self) -> float:
-        """The smallest factor that keys have of the cache, or 1, which new keys have."""
-        return min(1.0, *self.k_scales)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether cached keys or values have scales other than 1."""
-        return any(s != 1.0 for s in (*self.k_scales, *self.v_scales))
-
-
-def kernel_arguments(
-    q: Array, k: Array, v: Array, kv_cache: Array, plan: Plan, options: Options
-) -> dict[str, Any]:
-    """Return what the kernel takes, by name; q, k, v are packed: ``[tokens, heads, head_dim]``."""
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    q, scale, softcap = _fold_scale(q, options)
-    # a ratio beyond fp32 would make NaN of a score of 0; tanh of it is 1 long before
-    largest = softcap * LARGEST_RATIO if softcap else math.inf
-    factors = (
-        tuple(min(scale * s, largest) for s in options.k_scales),
-        (min(scale, largest),) * kv_heads,
-    )
-    smallest = softcap if softcap else min(min(f) for f in factors)
-    no_maximum = NO_MAXIMUM * min(1.0, smallest)
-    group = heads // kv_heads
-    sinks = np.zeros(heads, np.float32) if options.sinks is None else options.sinks
-    of_rows = sink_rows(sinks, group, no_maximum)
-    if not kv_cache.shape[1]:
-        kv_cache = np.zeros((2, 1, *kv_cache.shape[2:]), kv_cache.dtype)
-    return {
-        "q": np.ascontiguousarray(q).reshape(tokens * heads, head_dim),
-        "k_new": by_head(k, plan.new_tokens),
-        "v_new": by_head(v, plan.new_tokens),
-        "kv_cache": kv_cache,
-        "kv_index": plan.kv_index,
-        "kv_valid": plan.kv_valid,
-        "q_index": plan.q_index,
-        "bounds": plan.bounds,
-        "bounds_tokens": plan.bounds_tokens,
-        "sinks": np.ascontiguousarray(of_rows.T),
-        "sink_rows": of_rows,
-        "structure": plan.structure,
-        "sections": plan.sections,
-        "rows": plan.rows,
-        "group": group,
-        "factors": factors,
-        "v_scales": (options.v_scales, (1.0,) * kv_heads),
-        "softcap": softcap,
-        "no_maximum": no_maximum,
-        "has_sinks": options.sinks is not None,
-        "has_lse": options.has_lse,
-        "dtype": options.dtype,
-    }
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a call is about: checked lengths and block numbers.
-
-    Attributes:
-        table: ``[batch, max_blocks]``.
-        tokens: rows of the packed queries.
-        is_cached: whether the new tokens' keys and values are in the cache already; contexts count
-            what was there before.
-        writes: whether the call writes them there.
-    """
-
-    query_lens: Array
-    context_lens: Array
-    table: Array
-    tokens: int
-    window: int | None
-    is_cached: bool = False
-    writes: bool = False
-
-
 def find_form(
-    batch: Batch,
+    batch: Packed,
     buckets: Buckets,
     heads: int,
     kv_heads: int,
@@ -153,30 +33,24 @@ def find_form(
     programs: int | None = None,
 ) -> Form:
     """Return the form that runs a batch; programs are the environment's by default."""
-    keys = batch.context_lens + (batch.query_lens if batch.is_cached else 0)
-    needed = len(batch.query_lens), batch.tokens, int(keys.max(initial=0))
-    bucket = buckets.find(*needed)
-    programs = programs or backends.find_programs()
-    group, has_new = heads // kv_heads, not batch.is_cached
     return Form(
-        bucket, group, kv_heads, block_size, programs, has_new, head_dim, writes=batch.writes
+        buckets.find(*batch.needed),
+        heads // kv_heads,
+        kv_heads,
+        block_size,
+        programs or backends.find_programs(),
+        batch.has_new,
+        head_dim,
+        batch.writes,
     )
 
 
-def form_tables(batch: Batch, form: Form, options: Options) -> tuple[Tables, Array]:
+def form_tables(batch: Packed, form: Form, options: Options) -> tuple[Tables, Array]:
     """Return the table of a batch, and the token at each place of new keys, -1 for none."""
+    new = np.full(form.places, -1, np.int64)
+    new[: len(batch.new)] = batch.new
     numbers, scales = _numbers(form, options)
-    return build_tables(
-        form,
-        batch.query_lens,
-        batch.context_lens,
-        batch.table,
-        batch.window,
-        batch.tokens,
-        scales,
-        numbers,
-        batch.is_cached,
-    )
+    return build_tables(form, batch, scales, numbers), new
 
 
 def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
@@ -242,7 +116,18 @@ def no_maximum(options: Options) -> float:
 
 def fold_scale(q: Array, options: Options) -> tuple[Array, Options]:
     """Return queries and options such that the factor of the scores is well above 0."""
-    q, scale, softcap = _fold_scale(q, options)
+    scale, softcap = options.scale, options.softcap
+    if 0 < softcap < SMALLEST_FACTOR:
+        # scores of 0, to within what the exponential shows
+        return np.zeros_like(q), replace(options, scale=1.0, softcap=0.0)
+    if scale < 0:
+        q, scale = -q, -scale
+    least = SMALLEST_FACTOR / options.least_scale
+    if scale < least:
+        # a power of two, so that only fp16's smallest numbers are rounded, and the largest such
+        power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
+        q = (q.astype(np.float32) * np.float32(power)).astype(q.dtype)
+        scale = scale / power if scale else least
     return q, replace(options, scale=scale, softcap=softcap)
 
 
@@ -274,7 +159,7 @@ def static_arguments(form: Form, options: Options) -> dict[str, Any]:
 
 
 def form_arguments(
-    q: Array, k: Array, v: Array, kv_cache: Array, batch: Batch, form: Form, options: Options
+    q: Array, k: Array, v: Array, kv_cache: Array, batch: Packed, form: Form, options: Options
 ) -> dict[str, Any]:
     """Return what the kernel of a form takes, by name; q, k, v are packed."""
     tokens, heads, head_dim = q.shape
@@ -316,7 +201,7 @@ def launch_form(
     k: Array,
     v: Array,
     kv_cache: Array,
-    batch: Batch,
+    batch: Packed,
     options: Options,
     buckets: Buckets,
     backend: str,
@@ -330,7 +215,7 @@ def launch_form(
     if form.writes:
         options = replace(options, largest=largest_of(kv_cache.dtype))
     arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
-    out, lse, *written = backends.run(backend, arguments, "form")
+    out, lse, *written = backends.run(backend, arguments)
     if backend != "sim":
         # our simulator has written the cache itself
         for half, own in zip(kv_cache, written, strict=False):
@@ -348,35 +233,3 @@ def finish_lse(lse: Any, tokens: int, heads: int, least: float) -> Array:
     # a row that sees neither a key nor a sink
     result[result <= -least / 2] = -np.inf
     return result
-
-
-def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
-    """Return queries, scale and softcap such that the factor of the scores is well above 0."""
-    scale, softcap = options.scale, options.softcap
-    if 0 < softcap < SMALLEST_FACTOR:
-        # scores of 0, to within what the exponential shows
-        return np.zeros_like(q), 1.0, 0.0
-    if scale < 0:
-        q, scale = -q, -scale
-    least = SMALLEST_FACTOR / options.least_scale
-    if scale < least:
-        # a power of two, so that only fp16's smallest numbers are rounded, and the largest such
-        power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
-        q = (q.astype(np.float32) * np.float32(power)).astype(q.dtype)
-        scale = scale / power if scale else least
-    return q, scale, softcap
-
-
-def launch(
-    q: Array, k: Array, v: Array, kv_cache: Array, plan: Plan, options: Options, backend: str
-) -> tuple[Array, Array | None]:
-    """Run the kernel; return out ``[tokens, heads, head_dim]`` and lse ``[heads, tokens]``."""
-    tokens, heads, _ = q.shape
-    if not q.size:
-        lse = np.zeros((heads, tokens), np.float32)
-        return np.zeros_like(q), lse if options.has_lse else None
-    arguments = kernel_arguments(q, k, v, kv_cache, plan, options)
-    out, lse = backends.run(backend, arguments)
-    if not options.has_lse:
-        return np.asarray(out).reshape(q.shape), None
-    return np.asarray(out).reshape(q.shape), finish_lse(lse, tokens, heads, arguments["no_maximum"])

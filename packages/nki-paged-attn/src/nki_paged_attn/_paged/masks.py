@@ -9,13 +9,15 @@ large tile, column ``load * 128 * t + i * 128 + p`` holds token ``(load * 128 + 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from attn_common import cdiv
 
-from ..plan import Rows
 from ..sim.arrays import Array, like, to_array
 from .checks import PARTITIONS, check_count, check_large_tile
+from .sequences import MAX_POSITION, Ints, Packed, Sequence, places_of
 
 
 def tokens_per_partition(large_tile: int, block_size: int) -> int:
@@ -113,7 +115,7 @@ def transform_block_tables_for_indirect_load(
     return like(result, block_tables)
 
 
-def _ranges(seen: Array, what: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _ranges(seen: Array, what: str) -> Ints:
     """Return the first and end column that each row sees; a row must see one range."""
     some = seen.any(axis=1)
     first = np.where(some, seen.argmax(axis=1), 0) if seen.shape[1] else np.zeros(len(seen), int)
@@ -127,8 +129,8 @@ def _ranges(seen: Array, what: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.stack([first, end], axis=1).astype(np.int64)
 
 
-def rows_of_mask(mask: Array, context: int, blocks: Any) -> list[Rows]:
-    """Turn a mask over tokens in order into rows and their ranges, sequence by sequence.
+def pack_mask(mask: Array, context: int, blocks: Array, block_size: int) -> Packed:
+    """Pack the sequences of a mask over tokens in order.
 
     Args:
         mask: booleans ``[seq_q, context + new]``, columns in the order of tokens.
@@ -142,7 +144,47 @@ def rows_of_mask(mask: Array, context: int, blocks: Any) -> list[Rows]:
     # neighbours of one sequence share keys; rows that see nothing stay together
     joined = meet[0] | meet[1] | (nothing[1:] & nothing[:-1])
     edges = [0, *(np.flatnonzero(~joined) + 1), len(mask)] if len(mask) else [0]
-    table = np.asarray(blocks, np.int64)
-    return [
-        Rows(np.arange(a, b), cache[a:b], new[a:b], table) for a, b in itertools.pairwise(edges)
-    ]
+    found: list[Sequence] = []
+    for start, end in itertools.pairwise(edges):
+        found += _sequences(start, cache[start:end], new[start:end], blocks, block_size)
+    # sequences that begin with the same new key share the places of their keys
+    lengths: dict[int, int] = {}
+    for x in found:
+        lengths[x.place] = max(lengths.get(x.place, 0), x.new)
+    order = [places_of(first, length) for first, length in lengths.items() if length]
+    starts = np.cumsum([0, *(len(x) for x in order)]).tolist()
+    places = dict(zip((first for first, n in lengths.items() if n), starts, strict=False))
+    found = [replace(x, place=places.get(x.place, 0)) for x in found]
+    longest = max((x.cached + x.new for x in found), default=0)
+    needed = len(found), max(len(mask), starts[-1]), longest
+    return Packed(tuple(found), np.concatenate([*order, np.zeros(0, np.int64)]), len(mask), needed)
+
+
+def _sequences(
+    first: int, cache: Ints, new: Ints, blocks: Array, block_size: int
+) -> list[Sequence]:
+    """Return rows that share keys as a sequence, whose ``place`` is its first new token.
+
+    Cached and new keys that a row sees are one range if it sees the last of the former and the
+    first of the latter. Where rows do not agree on these, each is a sequence of its own.
+    """
+    has_cached, has_new = (r[:, 0] < r[:, 1] for r in (cache, new))
+    end = int(cache[has_cached, 1].max(initial=0))
+    start = int(min(new[has_new, 0], default=0))
+    both = has_cached & has_new
+    if len(cache) > 1 and ((cache[both, 1] != end) | (new[both, 0] != start)).any():
+        return [
+            one
+            for i in range(len(cache))
+            for one in _sequences(first + i, cache[i : i + 1], new[i : i + 1], blocks, block_size)
+        ]
+    base = int(cache[has_cached, 0].min(initial=end)) // block_size * block_size
+    ranges = np.zeros((len(cache), 2), np.int64)
+    ranges[has_new] = new[has_new] - start + end - base
+    ranges[has_cached, 0] = cache[has_cached, 0] - base
+    ranges[has_cached & ~has_new, 1] = cache[has_cached & ~has_new, 1] - base
+    if ranges.max(initial=0) > MAX_POSITION:
+        raise NotImplementedError(f"a sequence may have at most {MAX_POSITION} keys")
+    own = blocks[base // block_size : cdiv(end, block_size)]
+    count = int(new[has_new, 1].max(initial=start)) - start
+    return [Sequence(first, len(cache), ranges, end - base, end - base, own, start, count)]

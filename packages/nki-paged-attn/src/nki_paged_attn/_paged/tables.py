@@ -1,6 +1,6 @@
 """The table of a form: what a batch's lengths and blocks say to the loops of the kernel.
 
-Positions count a sequence's keys from its first cached one, the new tokens behind the context.
+Positions count a sequence's keys from its first cached one, the new tokens after the context.
 Everything here depends on a sequence alone; only the order of rows depends on the batch, and which
 program runs them.
 """
@@ -34,9 +34,9 @@ from .forms import (
     Form,
     Loop,
 )
-from .sequences import CACHE, MAX_POSITION, NEW, NOWHERE, Ints, Segment, Sequence, cut_blocks
+from .sequences import CACHE, NEW, NOWHERE, Ints, Packed, Segment, Sequence, cut_blocks
 
-# a position behind all
+# a position after all
 BEHIND = 2**25
 ROWS = np.arange(PARTITIONS)
 
@@ -77,7 +77,7 @@ class Scales:
 class _Builder:
     form: Form
     scales: Scales
-    # rows behind the bounds of the loops: sections and chunks, in whole rows
+    # rows after the bounds of the loops: sections and chunks, in whole rows
     keys: list[Ints] = field(default_factory=list)
     at: int = 0
     # (cost, loop, row): what one program runs
@@ -99,7 +99,7 @@ class _Builder:
     def places(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
         """Return the rows of 128 partitions from a position of a source on, ``[heads, 128]``.
 
-        Partitions that begin at or behind ``end`` are nowhere.
+        Partitions that begin at or after ``end`` are nowhere.
         """
         positions = start + tokens * ROWS
         real = positions < end
@@ -121,16 +121,16 @@ class _Builder:
         return found
 
     def section(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
-        """Return the row of a section, ``[heads, 128, 5]``; what lies behind its end is masked."""
+        """Return the row of a section, ``[heads, 128, 5]``; what lies after its end is masked."""
         row = np.full((len(self.heads), PARTITIONS, SECTION), NOWHERE, np.int64)
         row[:, :, source] = self.places(sequence, source, start, end, tokens)
-        row[:, :, 2:4] = np.array([start, end]) + (sequence.context if source == NEW else 0)
+        row[:, :, 2:4] = np.array([start, end]) + (sequence.cached if source == NEW else 0)
         head = source * len(self.heads) + self.heads
         row[:, :, 4] = max(self.scales.factors, 0) + head * 4 * PARTITIONS
         return row
 
     def put(self, sections: list[Ints]) -> tuple[Ints, int]:
-        """Put sections one behind the other for each head; return where the heads' begin."""
+        """Put sections one after the other for each head; return where the heads' begin."""
         size = PARTITIONS * SECTION
         heads = len(self.heads)
         first = self.at + np.arange(heads) * len(sections) * size
@@ -146,10 +146,12 @@ class _Builder:
         form = self.form
         tokens = form.wide
         keys = PARTITIONS * tokens
-        own = Segment.of_own(sequence, tokens)
-        segments = [own]
-        if not sequence.is_cached:
-            segments.insert(0, Segment(CACHE, sequence.low, sequence.context, tokens))
+        segments = [Segment(CACHE, sequence.low, sequence.cached, tokens)]
+        if sequence.new:
+            segments.append(Segment(NEW, 0, sequence.new, tokens))
+        # the one in which the tokens' own keys are, and where they begin there
+        own = segments[-1]
+        base = 0 if sequence.new else sequence.position
         wide = [(x.source, at) for x in segments for at in x.wide(x.end)]
         sections = [self.section(sequence, s, a, a + keys, tokens) for s, a in wide]
         begins, size = self.put(sections)
@@ -163,13 +165,17 @@ class _Builder:
                 break
             block = sizes[tokens_of]
             columns = block.columns
-            at = first + own.base(sequence)
-            before = max(at // PARTITIONS * PARTITIONS, own.start)
+            # without an order of tokens and keys there is no diagonal
+            before, last = own.end, 0
+            if sequence.is_causal:
+                before = min(max((base + first) // PARTITIONS * PARTITIONS, own.start), own.end)
+                last = min(base + min(sequence.count, first + block.tokens), own.end)
             limits = [x.end for x in segments[:-1]] + [before]
-            lowest = max(0, sequence.context + first + 1 - sequence.window)
+            low, high = sequence.bounds(first + np.arange(block.tokens))
+            lowest = int(low[low < high].min(initial=BEHIND))
 
             def is_seen(source: int, end: int, lowest: int = lowest) -> bool:
-                return end + (sequence.context if source == NEW else 0) > lowest
+                return end + (sequence.cached if source == NEW else 0) > lowest
 
             among = {
                 (x.source, a)
@@ -187,11 +193,7 @@ class _Builder:
                 self.section(sequence, source, a + PARTITIONS * n, end, 1)
                 for source, a, end in cut
                 for n in range(CHUNKS)
-                if sequence.sees
             ]
-            last = own.base(sequence) + min(sequence.count, first + block.tokens)
-            if not sequence.sees:
-                last = 0
             width = cdiv(PARTITIONS - 1 + block.tokens, PARTITIONS)
             diagonal = [
                 self.section(sequence, own.source, before + PARTITIONS * n, last, 1)
@@ -223,7 +225,7 @@ class _Builder:
                     part[:, :, -1] = NOWHERE
                     slot = slots[:, number]
                 if not is_last:
-                    # the other one has what is behind the wide sections, and the sink
+                    # the other one has what is after the wide sections, and the sink
                     nothing = self.section(sequence, own.source, 0, 0, 1)
                     ends, _ = self.put([nothing] * width)
                     chunk_count, sinks = 0, self.scales.nothing
@@ -280,19 +282,19 @@ class _Builder:
         """Add a sequence of few rows, and say whether it was possible."""
         form = self.form
         tokens = next((n for n in form.part_tokens if n >= sequence.count), 0)
-        if not tokens:
+        if not tokens or not sequence.sees:
             return False
         # keys that not all rows see are the last part's, which masks
-        shared = max(0, sequence.context + sequence.count - sequence.window)
+        shared = int(sequence.lows.max())
+        common = min(sequence.cached, int(sequence.ranges[:, 1].min()))
         wide = form.wide
-        end, new = sequence.end, 0 if sequence.is_cached else sequence.count
+        end, new = sequence.cached, sequence.new
         start = min(round_up(min(shared, end), wide), end)
-        left = end - start
-        # the last part has a key at least, and those that not all rows see
-        full = max(0, left - max(1, sequence.count - new)) // PART_KEYS
+        # the last part has a key at least
+        full = max(0, common - start - 1) // PART_KEYS
         tail = start + full * PART_KEYS
-        left -= full * PART_KEYS
-        # what a whole part does not hold, of new tokens that are cached, is in the chunk behind it
+        left = end - tail
+        # what a whole part does not hold, of new tokens that are cached, is in the chunk after it
         enough = (c for c in reversed(PART_CHUNKS) if PARTITIONS * c + wide > left)
         chunks = next(enough, PART_CHUNKS[0])
         sections, per = form.sections_of(chunks)
@@ -361,11 +363,11 @@ class _Builder:
         row = self._row(sequence, tokens, start, start + whole, chunks, True)
         first = sections + PART_FIELDS
         row[:, :, first : first + 2] = start, start + whole
-        # new tokens, and behind them the cached ones that fill no partition
-        new, found = 0 if sequence.is_cached else sequence.count, len(rest)
+        # new tokens, and after them the cached ones that fill no partition
+        new, found = sequence.new, len(rest)
         places = np.full((len(self.heads), PARTITIONS), NOWHERE, np.int64)
         positions = np.full(PARTITIONS, BEHIND)
-        positions[:new] = sequence.context + np.arange(new)
+        positions[:new] = sequence.cached + np.arange(new)
         if found:
             size = self.form.block_size
             own = sequence.blocks[rest // size] * len(self.heads) * size + rest % size
@@ -391,7 +393,7 @@ class _Builder:
     def note_writes(self, sequence: Sequence) -> None:
         """Note where the new tokens of a sequence go: to their positions in its blocks."""
         size = self.form.block_size
-        position = sequence.context + np.arange(sequence.count)
+        position = sequence.position + np.arange(sequence.count)
         row = sequence.blocks[position // size] * len(self.heads) * size + position % size
         if row.max() + len(self.heads) * size >= NOWHERE:
             raise NotImplementedError(f"the cache may have at most {NOWHERE} rows of 1 tokens")
@@ -454,7 +456,7 @@ class _Builder:
 
 
 def _runs(chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the first and end key of up to ``CHUNKS`` chunks, each behind the one before."""
+    """Return the first and end key of up to ``CHUNKS`` chunks, each after the one before."""
     found: list[tuple[int, int]] = []
     for start, end in chunks:
         first, last = found[-1] if found else (start, -1)
@@ -467,45 +469,14 @@ def _runs(chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def build_tables(
-    form: Form,
-    query_lens: Ints,
-    context_lens: Ints,
-    block_table: Ints,
-    window: int | None,
-    tokens: int,
-    scales: Scales,
-    numbers: np.ndarray[Any, Any],
-    is_cached: bool = False,
-) -> tuple[Tables, Ints]:
-    """Return the table of a batch, and the token at each place of new keys, -1 for none.
-
-    Args:
-        tokens: rows of the packed queries; those behind the last sequence give 0.
-        is_cached: whether the new tokens' keys and values are in the cache already.
-    """
+    form: Form, batch: Packed, scales: Scales, numbers: np.ndarray[Any, Any]
+) -> Tables:
+    """Return the table of a batch."""
     builder = _Builder(form, scales)
-    limit = window or MAX_POSITION
-    first = place = 0
-    new = np.full(form.places, -1, np.int64)
-    for number, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        count, context = int(count), int(context)
-        if context + count > MAX_POSITION:
-            raise NotImplementedError(f"a sequence may have at most {MAX_POSITION} keys")
-        if not count:
-            continue
-        keys = context + (count if is_cached or form.writes else 0)
-        blocks = block_table[number, : cdiv(keys, form.block_size)]
-        own = Sequence(first, place, count, context, limit, blocks, is_cached=is_cached)
+    for own in batch.sequences:
         if not builder.add_parts(own):
             builder.add_blocks(own)
-        if form.writes:
+        if form.writes and own.sees:
             builder.note_writes(own)
-        if not is_cached:
-            new[place : place + count] = np.arange(first, first + count)
-            place += round_up(count, 8)
-        first += count
-    if tokens > first:
-        nobody = Sequence(first, 0, tokens - first, 0, 1, np.zeros(0, np.int64), sees=False)
-        builder.add_blocks(nobody)
     builder.add_writes()
-    return builder.finish(numbers), new
+    return builder.finish(numbers)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .._paged import devices
+from .._paged.call import Batch, Options
 from .._paged.checks import (
     FP8,
     check_block_size,
@@ -31,7 +32,6 @@ from .._paged.checks import (
     check_writes,
 )
 from .._paged.forms import Buckets, check_buckets
-from .._paged.launch import Batch, Options
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CACHE_DTYPES = (*DTYPES, *(getattr(torch, name) for name in FP8 if hasattr(torch, name)))
@@ -190,7 +190,8 @@ def prepare(
         neuron = devices.TorchDevice(where)
         page = block_size, head_dim
         own = replace(batch, is_cached=not fused_write, writes=fused_write)
-        prepared = devices.prepare(neuron, own, options, sizes, heads, page)
+        packed = own.pack(block_size)
+        prepared = devices.prepare(neuron, packed, options, sizes, heads, page)
     elif where.type != "cpu":
         raise ValueError(f"device must be Neuron's or the CPU, got {where}")
     blocks = (num_blocks, kv_heads, block_size, head_dim)

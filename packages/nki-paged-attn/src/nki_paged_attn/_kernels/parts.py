@@ -10,8 +10,8 @@ and masks. What several parts found is merged:
 import nki.isa as nisa
 import nki.language as nl
 
-from .common import BANK, FP32_MIN, P, cut_head_dim, gather, turn_keys, turn_queries
-from .decode import (
+from .common import BANK, FP32_MIN, P, cut_head_dim, turn_keys, turn_queries
+from .rounds import (
     NEGATED,
     OUTPUT,
     TOTAL,
@@ -33,7 +33,7 @@ from .rows import (
     to_float,
 )
 
-# numbers of a part's row behind its sections: rest of the cache, new tokens, queries, results,
+# numbers of a part's row after its sections: rest of the cache, new tokens, queries, results,
 # slot, sinks, scales
 REST = 0
 QUERIES = 2
@@ -43,7 +43,7 @@ SINKS = 5
 SCALES = 6
 FIELDS = 7
 # further ones of a last part, before the bounds of its tokens: first and end position of what its
-# sections hold, and the position of the key of each partition in the chunk behind them
+# sections hold, and the position of the key of each partition in the chunk after them
 EXTENT = 0
 POSITION = 2
 LAST_FIELDS = 3
@@ -65,6 +65,26 @@ def row_width(spec, wide):
     return sections + FIELDS
 
 
+def gather(pool, index, tokens, is_whole, dtype):
+    """Load 128 partitions of consecutive tokens, [128, tokens, head_dim].
+
+    Partitions that are nowhere become 0, unless ``is_whole`` promises that there are none.
+    """
+    width = pool.shape[1]
+    raw = nl.ndarray((P, tokens, width // tokens), dtype=dtype, buffer=nl.sbuf)
+    mode = nisa.oob_mode.error
+    if not is_whole:
+        # GpSimd writes the descriptors of gathers
+        nisa.memset(dst=raw, value=0.0, engine=nisa.engine.vector)
+        mode = nisa.oob_mode.skip
+    nisa.dma_copy(
+        dst=raw.reshape((P, width)),
+        src=pool.ap(pattern=[[width, P], [1, width]], vector_offset=index, indirect_dim=0),
+        oob_mode=mode,
+    )
+    return raw
+
+
 def load_part(row, spec, inputs, options):
     """Begin to load the queries, keys and values of a part whose row of the table is given."""
     head_dim = inputs["q"].shape[1]
@@ -84,16 +104,14 @@ def load_part(row, spec, inputs, options):
     for number in range(sections):
         index = row[:, number : number + 1]
         # a last part has more keys than half of its sections hold, or it would be a smaller one
-        clean = 0
-        if is_last and (sections == 1 or number >= sections // 2):
-            clean = 1
+        is_whole = not (is_last and (sections == 1 or number >= sections // 2))
         if options["is_packed"]:
             own = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
             gather_packed(own, inputs["k_cache"], index)
             keys.append(own)
         else:
-            keys.append(gather(k_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
-        values.append(gather(v_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
+            keys.append(gather(k_pool, index, tokens, is_whole, options["dtype"]))
+        values.append(gather(v_pool, index, tokens, is_whole, options["dtype"]))
     if is_last:
         own, part = make_keys(inputs, options, 1)
         places = row[:, sections + REST : sections + REST + 2]
@@ -160,7 +178,7 @@ def begin_part(part, inputs, options):
         part["relative"] = relative
         if options["is_scaled"]:
             column = part["first"] + SCALES
-            # behind the factors of the cache: ratios of new keys and values to it
+            # after the factors of the cache: ratios of new keys and values to it
             part["ratios"] = nl.ndarray((P, 2), dtype=nl.float32, buffer=nl.sbuf)
             nisa.dma_copy(
                 dst=part["ratios"],
@@ -361,7 +379,7 @@ def clear_slot(inputs, outputs, options, tokens):
 def run_parts(at, count, spec, inputs, outputs, options):
     """Run parts whose rows begin at element ``at``.
 
-    All loads come first, and then each softmax a stage behind the one before.
+    All loads come first, and then each softmax a stage after the one before.
     """
     # rows first, because what they point at waits for them
     width = row_width(spec, options["wide"])
@@ -386,7 +404,7 @@ def run_parts(at, count, spec, inputs, outputs, options):
         if i >= 1 and i - 1 < steps:
             find_part_maximum(works[i - 1], options)
         if i >= 2 and i - 2 < steps:
-            exponentiate(works[i - 2], options, options)
+            exponentiate(works[i - 2], options)
             scale_new_values(works[i - 2], options)
         if i < steps:
             if works[i]["is_first"]:
