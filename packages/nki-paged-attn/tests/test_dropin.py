@@ -208,6 +208,12 @@ RANGES = {
     "a row with many of both": ([(3, 1900)], [(1, 200)]),
     "rows of many tiles": ([(0, 1000)] * 150, [(0, 1 + i % 7) for i in range(150)]),
     "a hole between sequences": ([(0, 40), (0, 0), (0, 40)], [(0, 1), (0, 0), (0, 3)]),
+    "rows that end early": ([(0, 6000), (0, 200), (0, 6000)], [(0, 0)] * 3),
+    "rows that begin late": ([(0, 6000), (100, 6000)], [(0, 0)] * 2),
+    "many rows of which one begins early": ([(0, 6000), *[(5990, 6000)] * 80], [(0, 0)] * 81),
+    "cached keys to different ones": ([(0, 60), (0, 50)], [(0, 20)] * 2),
+    "new keys from different ones on": ([(0, 60)] * 2, [(0, 20), (5, 20)]),
+    "more places than tokens": ([(0, 40)] * 20, [(10 * i, 200) for i in range(20)]),
     "neighbours with other keys": (
         [(64 * i, 64 * i + 40) for i in range(9)],
         [(20 * i, 20 * i + 1 + i) for i in range(9)],
@@ -220,12 +226,12 @@ RANGES = {
 def test_any_ranges(name, kv_heads):
     """Of cached and of new tokens one each, whatever rows they are."""
     cached, new = RANGES[name]
-    heads, head_dim, size, columns, tokens = 2 * kv_heads, 16, 16, 2048, 200
+    heads, head_dim, size, columns, tokens = 2 * kv_heads, 16, 16, 6144, 200
     rng = np.random.default_rng(len(name))
     q = rng.uniform(-1, 1, (len(cached), heads, head_dim)).astype(np.float32)
     k, v = rng.uniform(-1, 1, (2, tokens, kv_heads, head_dim)).astype(np.float32)
-    cache = rng.uniform(-1, 1, (2, 130, kv_heads, size, head_dim)).astype(np.float32)
-    table = rng.permutation(130)[: columns // size]
+    cache = rng.uniform(-1, 1, (2, 400, kv_heads, size, head_dim)).astype(np.float32)
+    table = rng.permutation(400)[: columns // size]
     mask = of_ranges(cached, new, columns, tokens)
     order = column_order(512, size, columns)
     got = flash_attn_varlen_nkifunc(
