@@ -20,7 +20,9 @@ PLACES = {
     "benchmarks": "benchmarks/_linked",
 }
 # folders and files of kernels and their launches, the only ones that import Triton
-KERNELS = {"portable", "hopper", "kernels", "_kernels", "launch", "invariant"}
+KERNELS = {"portable", "hopper", "kernels", "launch", "invariant"}
+# where kernels are not Triton's, and nothing is linked
+OTHER_KERNELS = {"_kernels"}
 
 # a file is read once for all rules, wherever it is linked
 parse = functools.cache(ast.parse)
@@ -38,9 +40,10 @@ def kernel_packages(root: Path) -> list[Path]:
     return [p for p in packages(root) if p.name != "attn-common"]
 
 
-def holds_kernels(parts: tuple[str, ...]) -> bool:
+def holds_kernels(package: Path, parts: tuple[str, ...]) -> bool:
     """Say whether a path within a package, without its suffix, is one of kernels or launches."""
-    return not KERNELS.isdisjoint(parts)
+    rooms = KERNELS if place(package, "launch").exists() else OTHER_KERNELS
+    return not rooms.isdisjoint(parts)
 
 
 def place(package: Path, folder: str) -> Path:

@@ -35,7 +35,8 @@ LAYERS = {
     "checks": {"api", "ops", "kernels"},
 }
 # files whose names are not those of their layers
-LAYER_OF = {"hopper_tiles": "tiles", "fixed": "reference", "sequences": "reference"}
+LAYER_OF = {"hopper_tiles": "tiles"}
+LAYER_OF |= {"_reference.fixed": "reference", "_reference.sequences": "reference"}
 REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
 REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
 
@@ -74,32 +75,42 @@ def imports_a_sibling_or_itself_by_name(root):
                 yield f"{package.name}: {path} imports {module}"
 
 
-def layer_of(parts):
+def layer_of(package, parts):
     """Return the layer of a module, by its path within its package."""
-    if holds_kernels(parts):
+    if holds_kernels(package, parts):
         return "kernels"
-    return LAYER_OF.get(parts[-1], parts[-1]) if parts else ""
+    return LAYER_OF.get(parts[-1]) or LAYER_OF.get(".".join(parts), parts[-1])
 
 
 def imports_against_the_layers(root):
     for package, path, tree in sources(root):
-        forbidden = LAYERS.get(layer_of(path.with_suffix("").parts), set())
+        forbidden = LAYERS.get(layer_of(package, path.with_suffix("").parts), set())
         for level, module, names in imports(tree):
             for reached in modules(package, path, level, module, names) if level else ():
-                if layer_of(reached) in forbidden:
+                if layer_of(package, reached) in forbidden:
                     yield f"{package.name}: {path} imports {'.'.join(reached)}"
 
 
 def imports_kernels_eagerly(root):
     for package, path, tree in sources(root):
-        if holds_kernels(path.with_suffix("").parts):
+        if holds_kernels(package, path.with_suffix("").parts):
             continue
         for level, module, names in imports(tree, top_level_only=True):
             if level == 0 and module.partition(".")[0] == "triton":
                 yield f"{package.name}: {path} imports {module} when it is imported"
             for reached in modules(package, path, level, module, names) if level else ():
-                if holds_kernels(reached):
+                if holds_kernels(package, reached):
                     yield f"{package.name}: {path} imports {'.'.join(reached)} when it is imported"
+
+
+def imports_a_private_name(root):
+    """What two files use has no underscore; a module or a dunder name may have some."""
+    for package, path, tree in sources(root):
+        for level, module, names in imports(tree):
+            for name in names if level else ():
+                (found,) = modules(package, path, level, module, [name])
+                if name[0] == "_" and name[:2] != "__" and found[-1] != name:
+                    yield f"{package.name}: {path} imports {name}"
 
 
 def uses_what_is_banned(root):
@@ -129,12 +140,12 @@ def asserts(root):
 def names_what_is_gone(root):
     """Kernels name code in double backticks; a word is a name if it has an underscore."""
     quoted = re.compile(r"``(\w*_\w*)``")
-    paths = [path for package in packages(root) for path in files(package / "src", "*.py")]
-    texts = {path: path.read_text() for path in paths}
+    of = {path: package for package in packages(root) for path in files(package / "src", "*.py")}
+    texts = {path: path.read_text() for path in of}
     known = {word for text in texts.values() for word in re.findall(r"\w+", quoted.sub("", text))}
     for path, text in texts.items():
         for word in set(quoted.findall(text)) - known:
-            if holds_kernels(path.parts):
+            if holds_kernels(of[path], path.with_suffix("").parts):
                 yield f"{path.relative_to(root)}: {word}"
 
 
@@ -229,6 +240,7 @@ RULES = [
     imports_a_sibling_or_itself_by_name,
     imports_against_the_layers,
     imports_kernels_eagerly,
+    imports_a_private_name,
     uses_what_is_banned,
     packs_what_ruff_formats,
     asserts,
@@ -272,6 +284,7 @@ BREACHES = [
     (imports_kernels_eagerly, f"{SRC}/_dense/ops.py", "from .portable import forward"),
     (imports_kernels_eagerly, f"{SRC}/_dense/ops.py", "from . import launch"),
     (imports_kernels_eagerly, f"{SRC}/api.py", "import triton.language as tl"),
+    (imports_a_private_name, f"{SRC}/api.py", "from ._dense.tiles import _row"),
     (uses_what_is_banned, f"{SRC}/_dense/portable/x.py", "p = tl.make_block_ptr(q)"),
     (uses_what_is_banned, f"{SRC}/_dense/portable/x.py", "p = tl.advance(p)"),
     (uses_what_is_banned, f"{SRC}/_dense/portable/x.py", "@triton.autotune([])"),

@@ -1,6 +1,6 @@
 """The host side of the Hopper kernels: tensor maps (TMA), the order of tiles, the launches.
 
-Those of the backward are in ``backward_plans``.
+Those of the backward are in ``backward/launch.py``.
 """
 
 from __future__ import annotations
