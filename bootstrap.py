@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a job of this repository on a machine that has Python 3.10 or newer, and nothing else.
 
-python3 bootstrap.py tests              lint, types, build, all tests that need no GPU
+python3 bootstrap.py tests [arguments]  lint, types, build, all tests that need no GPU
 python3 bootstrap.py demo [--short]     embed sentences with a real model, attention by our kernels
 python3 bootstrap.py nox [arguments]    nox itself, such as: nox --list
 
@@ -40,7 +40,7 @@ def prepare() -> str:
     say("Installing nox, the runner, at the pinned version")
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     constraints = str(ROOT / "ci" / "constraints.txt")
-    subprocess.run([*pip, "nox", "virtualenv", "-c", constraints], check=True)
+    subprocess.run([*pip, "filelock", "nox", "virtualenv", "-c", constraints], check=True)
     return python
 
 
@@ -67,7 +67,8 @@ def main(arguments: "list[str]") -> int:
         sys.exit(f"Python 3.10 or newer is needed; this is {sys.version.split()[0]}")
     if not arguments or arguments[0] not in ("tests", "demo", "nox"):
         sys.exit(__doc__)
-    job, rest = arguments[0], arguments[1:]
+    # `nox -- -s lint` is `nox -s lint`: all that follows is the job's, with and without the dashes
+    job, rest = arguments[0], arguments[2 if arguments[1:2] == ["--"] else 1 :]
     started = time.monotonic()
     command = [prepare(), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
     if job == "demo":

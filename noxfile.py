@@ -17,8 +17,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import nox
+from filelock import FileLock, Timeout
 from nox.command import CommandFailed
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -55,6 +57,10 @@ build = f"built for CUDA {cuda}, of which the CPU side runs" if cuda else "built
 print(f"installed: torch {torch.__version__} ({build}), triton {triton.__version__}, interpreted, "
       f"numpy {numpy.__version__}; no kernel runs on a GPU here")
 """
+# held by the process that builds and installs in this clone, until it ends
+LOCK = FileLock(ROOT / ".nox" / "run.lock")
+# how many tests each process of pytest ran whose tests were selected by arguments
+SELECTED: list[int] = []
 # of each property test in the soak session
 SOAK_EXAMPLES = 150
 
@@ -211,16 +217,28 @@ def pytest(
     # small tensors: a second thread costs more than it brings
     environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1", **env}
     session.chdir(path)
+    counts = BUILD / "reports" / f"{report}.xml"
     session.run(
         "pytest",
         *arguments,
         *also,
-        f"--junitxml={BUILD / 'reports' / f'{report}.xml'}",
+        f"--junitxml={counts}",
         *session.posargs,
         env=environment,
-        # what posargs select may lie in another tier
+        # what posargs select may lie in another tier, or another package
         success_codes=[0, 5] if session.posargs else [0],
     )
+    if session.posargs:
+        suite = ElementTree.parse(counts).find("testsuite")
+        SELECTED.append(0 if suite is None else int(suite.get("tests", 0)))
+        session.notify("selected")
+
+
+@nox.session(default=False, venv_backend="none")
+def selected(session: nox.Session) -> None:
+    """Fail if the arguments after -- selected no test anywhere; runs last, by itself."""
+    if not any(SELECTED):
+        session.error(f"no test was selected by: {' '.join(session.posargs)}")
 
 
 def failing_tiers(
@@ -255,12 +273,22 @@ def types(session: nox.Session) -> None:
     """Check types: mypy --strict on everything that runs on the host."""
     link_layers(session, group("types"))
     tool(session, "types")
-    session.run("mypy", *session.posargs)
+    session.run("mypy")
+
+
+def stay_alone(session: nox.Session) -> None:
+    """Wait until no other run uses dist/ and the environments of this clone."""
+    try:
+        LOCK.acquire(blocking=False)
+    except Timeout:
+        session.log("another run builds or tests in this clone: waiting until it ends")
+        LOCK.acquire()
 
 
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every sdist, and every wheel from its sdist, into dist/."""
+    stay_alone(session)
     tool(session, "build")
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES:

@@ -1,8 +1,10 @@
 """What is linked is in sdists, wheels, editable installs and clones; without links a build stops.
 
-The wheels in dist/ were built from the sdists beside them, so they serve here, too.
+The wheels in dist/ were built from the sdists beside them, so they serve here, too. Of runs of nox:
+one waits for another, and arguments that select no test are an error.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from email.parser import Parser
+from pathlib import Path
 
 import pytest
 
@@ -199,3 +202,105 @@ def test_addresses_are_those_of_who_publishes(one, tmp_path):
         "Changelog": f"{folder}/CHANGELOG.md",
         "Package index": "https://pages.example/attention/simple/",
     }
+
+
+# sessions in a folder of their own, made of the noxfile's functions
+SESSIONS = """
+import importlib.util
+import time
+from pathlib import Path
+
+import nox
+
+spec = importlib.util.spec_from_file_location("noxfile", NOXFILE)
+noxfile = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(noxfile)
+here = Path(__file__).parent
+noxfile.BUILD = here / "build"
+noxfile.LOCK = noxfile.FileLock(here / "run.lock")
+selected = noxfile.selected
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("name", ["one", "other"])
+def check(session, name):
+    noxfile.pytest(session, here / name, "device", name)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("name", ["one", "other"])
+def use_dist(session, name):
+    noxfile.stay_alone(session)
+    (here / "dist").mkdir()  # no other run has it
+    (here / f"{name}-builds").touch()
+    while not (here / "go").exists():
+        time.sleep(0.01)
+    (here / "dist").rmdir()
+"""
+
+
+@pytest.fixture
+def nox(root, tmp_path):
+    """Begin nox in a folder with two folders of tests, and return its process."""
+    text = f"import time\nNOXFILE = {str(root / 'noxfile.py')!r}\n{SESSIONS}"
+    (tmp_path / "noxfile.py").write_text(text)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": tools, "PYTHONUNBUFFERED": "1"}
+    begun = []
+
+    def begin(*arguments):
+        command = [sys.executable, "-m", "nox", "--noxfile", tmp_path / "noxfile.py", *arguments]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        begun.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **options))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("word", "status"), [("one", 0), ("other", 0), ("neither", 1)])
+def test_arguments_that_select_no_test_anywhere_fail(word, status, nox):
+    process = nox("-s", "check", "--", "-k", word)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == status, text
+    assert ("no test was selected by: -k neither" in text) == (status == 1)
+
+
+def test_runs_in_one_clone_wait_for_each_other(nox, tmp_path):
+    first = nox("-s", "use_dist(name='one')")
+    while not (tmp_path / "one-builds").exists():
+        assert first.poll() is None, first.stdout.read()
+    second = nox("-s", "use_dist(name='other')")
+    lines = []
+    while not lines or "waiting until it ends" not in lines[-1]:
+        lines.append(second.stdout.readline())
+        assert lines[-1], lines
+    assert not (tmp_path / "other-builds").exists()
+    (tmp_path / "go").touch()
+    assert first.wait(60) == 0
+    assert second.wait(60) == 0, second.stdout.read()
+
+
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+@pytest.mark.parametrize(("job", "before"), [("nox", []), ("tests", ["--"])])
+def test_bootstrap_takes_dashes_before_the_arguments(job, before, dashes, root, monkeypatch):
+    spec = importlib.util.spec_from_file_location("bootstrap", root / "bootstrap.py")
+    bootstrap = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bootstrap)
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(bootstrap, "prepare", lambda: "python")
+    monkeypatch.setattr(bootstrap, "REPORTS", root / "nowhere")
+    monkeypatch.setattr(bootstrap.subprocess, "run", run)
+    bootstrap.main([job, *dashes, "-s", "x", "--", "-k", "y"])
+    (command,) = commands
+    assert command[5:] == [*before, "-s", "x", "--", "-k", "y"]
