@@ -13,7 +13,8 @@ package's source. Outcomes:
     not run     all tests passed, and also when the place raised: the interpreters do not get there
 
 The score is caught / (caught + survived). ``ci/survivors.json`` says why a mutant that is known to
-survive changes no result; those are listed as explained, and still count as survivors.
+survive changes no result; those are listed as explained, and still count as survivors. The status
+is 1 if another survives.
 """
 
 from __future__ import annotations
@@ -465,7 +466,9 @@ def main() -> None:
             given.json.write_text(told(done) + "\n")
 
     keep([])
-    print(told(try_mutations(given.package, chosen, given.jobs, given.seconds, keep)))
+    text = told(try_mutations(given.package, chosen, given.jobs, given.seconds, keep))
+    print(text)
+    sys.exit(any(one["explained"] is None for one in json.loads(text)["survivors"]))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ DOCUMENTS = (
     "packages/*/*.md",
     "packages/*/docs/*.md",
     "packages/*/benchmarks/*.md",
-    "packages/*/tests/*.md",
 )
 PICTURES = ("docs/images/*", "packages/*/docs/*.png", "packages/*/**/*.png", "packages/*/**/*.svg")
 LINK = re.compile(r"(?<!\\)\[(?P<text>[^\]\n]*(?:\n[^\]\n]+)?)\]\((?P<target>[^)\s]+)\)")

@@ -164,7 +164,6 @@ def write_small_repository(root: Path) -> None:
                 f"{dense}/launch.py": f"from .portable import forward as {name}",
                 f"{dense}/ops.py": f"def {name}():\n    from . import launch",
                 f"{dense}/tiles.py": f"from attn_common import cdiv as {name}\n",
-                f"{base}/tests/MUTATIONS.md": "",
                 f"{base}/benchmarks/bench_a.py": "",
             }
     texts |= {f"linked/{folder}/__init__.py": "" for folder in PLACES}

@@ -38,7 +38,7 @@ LAYERS = {
 LAYER_OF = {"hopper_tiles": "tiles"}
 LAYER_OF |= {"_reference.fixed": "reference", "_reference.sequences": "reference"}
 REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
-REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
+REQUIRED_OF_KERNELS = ["benchmarks"]
 
 
 def public_names(root):
