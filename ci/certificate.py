@@ -2,26 +2,29 @@
 
     python ci/certificate.py            # or nox -s certificate
 
-Results are what ``sanitize.py``, ``errors.py``, ``mutants.py`` and ``soak.py`` write with
-``--json``. To renew one, copy its JSON over the one there; to renew some of its cases, merge both
-(``sanitize.py --merge``). What has no result is said to be not run.
+Results are what ``sanitize.py``, ``errors.py``, ``mutants.py``, ``cuts.py`` and ``soak.py`` write
+with ``--json``. To renew one, copy its JSON over the one there; to renew some of its cases, merge
+both (``sanitize.py --merge``). What has no result is said to be not run.
 
-    sanitize-*.json, errors-*.json, mutants-*.json, soak-*.json
+    sanitize-*.json, errors-*.json, mutants-*.json, law-*.json, soak-*.json
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from device_cases import ALGEBRA, CASES, ROOT
+from device_cases import ALGEBRA, CASES, Case
 from mutants import explained
+from results import ROOT
 
 RESULTS = ROOT / "docs" / "certificate"
 NOT_RUN = "not run"
 TOOLS = ("memcheck", "overflow", "consan")
+Told = dict[str, Any]
 HEAD = """# Certificate
 
 What was checked by machines, kernel by kernel. `nox -s certificate` writes this page from the JSON
@@ -30,25 +33,28 @@ differed from it. What the tools do, and what they cannot see, stands in
 [testing.md](testing.md#sanitizers-and-errors), the bounds in
 [numerics.md](numerics.md#error-bounds).
 
-What is said to be not run has not been. On a CPU "eager code" is the definition's arithmetic, not a
-kernel's, and "interpreted" is the portable kernel: the algorithm, without the rounding of products
-to 16 bits, without registers, and without anything that happens at the same time. No tool here sees
-a fault of a compiler for a GPU that none of the cases runs into, or an input unlike the cases'.
+"Not run" means exactly that. On a CPU "eager code" is the reference's arithmetic, not a kernel's,
+and "interpreted" is the portable kernel: the algorithm, without the rounding of products to 16
+bits, without registers, and without anything that happens at the same time. These tools cannot
+catch bugs of a compiler, or inputs unlike those of the cases.
 """
 
 
-def load(folder: Path, kind: str) -> list[dict[str, Any]]:
+def load(folder: Path, kind: str) -> list[Told]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{kind}-*.json"))]
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+def table(head: str, rows: Iterable[list[str]]) -> str:
+    """Return a table, whose columns are named with bars between; or that nothing was run."""
+    names = head.split(" | ")
     # mistakes may be about an "or"
-    cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    return [*lines, *("| " + " | ".join(row) + " |" for row in cells)]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in (names, *cells)]
+    lines.insert(1, "|" + "---|" * len(names))
+    return "\n".join(lines) if cells else NOT_RUN
 
 
-def machine(told: dict[str, Any]) -> str:
+def machine(told: Told) -> str:
     """Return where results were made: versions and device."""
     parts = [f"{name} {told[name]}" for name in ("torch", "triton") if name in told]
     parts.append(str(told.get("device", "unknown device")))
@@ -57,220 +63,191 @@ def machine(told: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def outcomes(told: dict[str, Any] | None, names: list[str]) -> str:
+def short(told: Told) -> str:
+    """Return where results were made, in a word or two."""
+    return machine(told).split(", ")[-1]
+
+
+def groups(cases: Mapping[str, Case]) -> dict[tuple[str, ...], list[str]]:
+    """Return the names of the cases of each kernel and tile."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, case in cases.items():
+        found.setdefault((case.package, case.kernel, case.tile), []).append(name)
+    return found
+
+
+def outcomes(told: Told | None, names: list[str]) -> str:
     """Return the outcomes of some cases, counted."""
     if told is None:
         return NOT_RUN
-    found = [told["cases"].get(name, {}).get("outcome", NOT_RUN) for name in names]
-    counts = Counter(found)
+    counts = Counter(told["cases"].get(name, {}).get("outcome", NOT_RUN) for name in names)
     if len(counts) == 1:
-        return f"{found[0]} ({len(found)})"
+        return f"{next(iter(counts))} ({len(names)})"
     return ", ".join(f"{n} {name}" for name, n in counts.most_common())
 
 
-def largest(told: dict[str, Any] | None, names: list[str]) -> str:
+def results_of(told: Told) -> Iterator[tuple[str, str, Told]]:
+    """Return each case and each of its results with their errors, but of cases that failed."""
+    for case, results in told["cases"].items():
+        for name, errors in results.items():
+            if isinstance(errors, dict):
+                yield case, name, errors
+
+
+def largest(told: Told, names: list[str]) -> str:
     """Return the largest error of some cases, over the bound or else over the largest value."""
-    if told is None:
-        return NOT_RUN
-    ratios, relative = [], []
-    for name in names:
-        for result in told["cases"].get(name, {}).values():
-            if isinstance(result, dict) and "over_bound" in result:
-                ratios.append(result["over_bound"]["1.0"])
-            elif isinstance(result, dict):
-                relative.append(result["relative"])
+    errors = [errors for case, _, errors in results_of(told) if case in names]
+    ratios = [x["over_bound"]["1.0"] for x in errors if "over_bound" in x]
+    relative = [x["relative"] for x in errors if "over_bound" not in x]
     parts = [f"{max(ratios):.2f} of the bound"] if ratios else []
     parts += [f"{max(relative):.1e} of the largest value, no bound"] if relative else []
     return "; ".join(parts) or NOT_RUN
 
 
-def short(told: dict[str, Any]) -> str:
-    """Return where results were made, in a word or two."""
-    return machine(told).split(", ")[-1]
-
-
-def kernels(tools: dict[str, dict[str, Any]], errors: list[dict[str, Any]]) -> list[str]:
+def kernels(tools: dict[str, Told], errors: list[Told]) -> str:
     """Return the table of kernels and tiles."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for name, case in CASES.items():
-        groups.setdefault((case.package, case.kernel, case.tile), []).append(name)
-    rows = []
-    for (package, kernel, tile), names in groups.items():
-        found = [outcomes(tools.get(tool), names) for tool in TOOLS]
-        found += [largest(told, names) for told in errors] or [NOT_RUN]
-        rows.append([package, kernel, tile, *found])
-    head = ["package", "kernel", "tile", "memcheck", "overflow", "ConSan"]
-    head += [f"error, {short(told)}" for told in errors] or ["error"]
-    return table(head, rows)
-
-
-def algebra(told: dict[str, Any] | None) -> list[str]:
-    """Return the table of what FpSan compared."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for name, case in ALGEBRA.items():
-        groups.setdefault((case.package, case.kernel, case.tile), []).append(name)
-    rows = [[*group, outcomes(told, names)] for group, names in groups.items()]
-    return table(["package", "kernel", "tile", "bits of the definition"], rows)
-
-
-def findings(tools: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what the sanitizers said, and of how many cases."""
-    said: Counter[tuple[str, str]] = Counter()
-    for tool, told in tools.items():
-        for case in told["cases"].values():
-            said.update((tool, finding) for finding in case.get("findings", {}))
-    rows = [[tool, f"`{finding}`", str(n)] for (tool, finding), n in said.most_common()]
-    if not rows:
-        return []
-    note = "What ConSan finds is explained in [testing.md](testing.md#what-consan-finds)."
-    return ["", *table(["tool", "finding", "cases"], rows), "", note]
-
-
-def distribution(errors: list[dict[str, Any]]) -> list[str]:
-    """Return quantiles of error over bound for each result of a kernel, the largest of cases."""
-    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
-    for measured in errors:
-        for name, case in measured["cases"].items():
-            for result, told in case.items():
-                if isinstance(told, dict) and "over_bound" in told:
-                    package, kernel, *_ = name.split("/")
-                    key = package, kernel, result, short(measured)
-                    known = found.setdefault(key, {})
-                    for q, value in told["over_bound"].items():
-                        known[q] = max(value, known.get(q, 0.0))
     rows = [
-        [*key, *(f"{value:.4f}" for value in known.values())]
-        for key, known in sorted(found.items())
+        [*group, *(outcomes(tools.get(tool), names) for tool in TOOLS)]
+        + ([largest(told, names) for told in errors] or [NOT_RUN])
+        for group, names in groups(CASES).items()
     ]
-    quantiles = list(next(iter(found.values()))) if found else []
-    return table(["package", "kernel", "result", "on", *quantiles], rows) if rows else [NOT_RUN]
+    heads = [f"error, {short(told)}" for told in errors] or ["error"]
+    return table(
+        " | ".join(["package | kernel | tile | memcheck | overflow | ConSan", *heads]), rows
+    )
 
 
-def mutants(told: list[dict[str, Any]]) -> list[str]:
+def findings(tools: dict[str, Told]) -> str:
+    """Return what the sanitizers said, and of how many cases."""
+    said = Counter(
+        (tool, finding)
+        for tool, told in tools.items()
+        for case in told["cases"].values()
+        for finding in case.get("findings", {})
+    )
+    rows = [[tool, f"`{finding}`", str(n)] for (tool, finding), n in said.most_common()]
+    note = "What ConSan finds is explained in [testing.md](testing.md#what-consan-finds)."
+    return f"\n\n{table('tool | finding | cases', rows)}\n\n{note}" if rows else ""
+
+
+def distribution(errors: list[Told]) -> str:
+    """Return quantiles of error over bound for each result of a kernel, the largest of cases."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for measured in errors:
+        for case, name, told in results_of(measured):
+            package, kernel, *_ = case.split("/")
+            known = found.setdefault((package, kernel, name, short(measured)), {})
+            for q, value in told.get("over_bound", {}).items():
+                known[q] = max(value, known.get(q, 0.0))
+    bounded = {key: values for key, values in sorted(found.items()) if values}
+    quantiles = next((list(values) for values in bounded.values()), [])
+    rows = ([*key, *(f"{x:.4f}" for x in values.values())] for key, values in bounded.items())
+    return table(" | ".join(["package | kernel | result | on", *quantiles]), rows)
+
+
+def mutants(told: list[Told]) -> list[str]:
+    """Return the table of what was tried, and that of survivors."""
     rows, left = [], []
     for one in told:
         why = explained(one["package"])
         # of a line that is no longer as it was, what was known then
         reasons = {s["mutant"]: why.get(s["mutant"], s.get("explained")) for s in one["survivors"]}
         left += [[one["package"], f"`{x}`", reasons[x] or "not explained"] for x in reasons]
-        explained_ones = sum(reasons[s["mutant"]] is not None for s in one["survivors"])
-        caught = one["caught"] + one["hung"]
-        rows.append(
-            [
-                one["package"],
-                f"`{one['only']}`" if "only" in one else "all",
-                str(one["mutations"]),
-                str(one["tried"]),
-                str(caught),
-                f"{one['survived']}, {explained_ones} explained",
-                str(one["not run"]),
-                f"{100 * one['score']:.0f} %",
-                f"`{one['commit']}`",
-            ]
-        )
-    head = [
-        "package",
-        "drawn from",
-        "mutants of the package",
-        "tried",
-        "caught",
-        "survived",
-        "not run",
-        "score",
-        "commit",
-    ]
-    survivors = ["package", "survivor", "why"]
-    return [
-        *(table(head, rows) if rows else [NOT_RUN]),
-        *(["", *table(survivors, left)] if left else []),
-    ]
+        known = sum(reasons[s["mutant"]] is not None for s in one["survivors"])
+        drawn = f"`{one['only']}`" if "only" in one else "all"
+        counts = [str(one[key]) for key in ("mutations", "tried")]
+        counts += [str(one["caught"] + one["hung"]), f"{one['survived']}, {known} explained"]
+        score = f"{100 * one['score']:.0f} %"
+        rows.append([one["package"], drawn, *counts, str(one["not run"]), score, _commit(one)])
+    head = "package | drawn from | mutants of the package | tried | caught | survived | not run"
+    tried = table(f"{head} | score | commit", rows)
+    return [tried, table("package | survivor | why", left)] if left else [tried]
 
 
-def soak(told: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [
-            one["device"],
-            f"{one['seconds']:.0f} s",
-            str(one["requests"]),
-            str(one["wrong"]),
-            str(one["repeats"]),
-            str(one["differing"]),
-            f"{one['grown_bytes'] / 2**20:.1f} MiB",
-            f"`{one['commit']}`",
-        ]
+def soak(told: list[Told]) -> str:
+    rows = (
+        [one["device"], f"{one['seconds']:.0f} s"]
+        + [str(one[key]) for key in ("requests", "wrong", "repeats", "differing")]
+        + [f"{one['grown_bytes'] / 2**20:.1f} MiB", _commit(one)]
         for one in told
-    ]
-    head = ["device", "time", "answers", "wrong", "repeats", "differing", "memory grown", "commit"]
-    return table(head, rows) if rows else [NOT_RUN]
+    )
+    head = "device | time | answers | wrong | repeats | differing | memory grown | commit"
+    return table(head, rows)
 
 
-def law(told: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [
-            machine(one),
-            str(one["cuts"]),
-            str(one["differing"]),
-            ", ".join(f"{name}: {n}" for name, n in one["with"].items()),
-            f"`{one['commit']}`",
-        ]
+def law(told: list[Told]) -> str:
+    rows = (
+        [machine(one), str(one["cuts"]), str(one["differing"])]
+        + [", ".join(f"{name}: {n}" for name, n in one["with"].items()), _commit(one)]
         for one in told
-    ]
-    head = ["on", "cuts", "differing", "of them with", "commit"]
-    return table(head, rows) if rows else [NOT_RUN]
+    )
+    return table("on | cuts | differing | of them with | commit", rows)
+
+
+def _commit(told: Told) -> str:
+    return f"`{told['commit']}`"
+
+
+PAGE = """{HEAD}
+## Made from
+
+{made}
+
+## Kernels
+
+Outcomes of the cases of each kernel and tile, and how many there are. The error is the
+largest of all elements.
+
+{kernels}{findings}
+
+## Same algebra
+
+Forwards by the kernel for Hopper and by the portable one, built with FpSan: both outputs
+have to have the bits of the definition, softmax over all keys at once.
+
+{algebra}
+
+## Measured error over bound
+
+Quantiles over the elements of a result, of each the largest of all cases.
+
+{distribution}
+
+## Generated mistakes
+
+{mutants}
+
+## The law
+
+Random chunks and decodes by prefix-prefill, held to the bits of a training forward by
+flash-attn-triton: [the law of `invariant=True`](numerics.md#the-law-of-invarianttrue).
+
+{law}
+
+## Soak
+
+{soak}
+"""
 
 
 def text(folder: Path) -> str:
     """Return the certificate of the results in a folder."""
     tools = {told["tool"]: told for told in load(folder, "sanitize")}
-    measured = load(folder, "errors")
-    made = [
-        [f"sanitize, tool {tool}", machine(told), f"`{told['commit']}`"]
-        for tool, told in tools.items()
-    ]
-    made += [["errors", machine(told), f"`{told['commit']}`"] for told in measured]
-    parts = [
-        HEAD,
-        "## Made from",
-        "",
-        *(table(["part", "on", "commit"], made) if made else [NOT_RUN]),
-        "",
-        "## Kernels",
-        "",
-        "Outcomes of the cases of each kernel and tile, and how many there are. The error is the",
-        "largest of all elements.",
-        "",
-        *kernels(tools, measured),
-        *findings(tools),
-        "",
-        "## Same algebra",
-        "",
-        "Forwards by the kernel for Hopper and by the portable one, built with FpSan: both outputs",
-        "have to have the bits of the definition, softmax over all keys at once.",
-        "",
-        *algebra(tools.get("fpsan")),
-        "",
-        "## Measured error over bound",
-        "",
-        "Quantiles over the elements of a result, of each the largest of all cases.",
-        "",
-        *distribution(measured),
-        "",
-        "## Generated mistakes",
-        "",
-        *mutants(load(folder, "mutants")),
-        "",
-        "## The law",
-        "",
-        "Random chunks and decodes by prefix-prefill, held to the bits of a training forward by",
-        "flash-attn-triton: [the law of `invariant=True`](numerics.md#the-law-of-invarianttrue).",
-        "",
-        *law(load(folder, "law")),
-        "",
-        "## Soak",
-        "",
-        *soak(load(folder, "soak")),
-    ]
-    return "\n".join(parts) + "\n"
+    errors = load(folder, "errors")
+    parts = [*((f"sanitize, tool {tool}", told) for tool, told in tools.items())]
+    parts += [("errors", told) for told in errors]
+    same = ([*group, outcomes(tools.get("fpsan"), n)] for group, n in groups(ALGEBRA).items())
+    return PAGE.format(
+        HEAD=HEAD,
+        made=table("part | on | commit", ([name, machine(x), _commit(x)] for name, x in parts)),
+        kernels=kernels(tools, errors),
+        findings=findings(tools),
+        algebra=table("package | kernel | tile | bits of the definition", same),
+        distribution=distribution(errors),
+        mutants="\n\n".join(mutants(load(folder, "mutants"))),
+        law=law(load(folder, "law")),
+        soak=soak(load(folder, "soak")),
+    )
 
 
 def main() -> None:

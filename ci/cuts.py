@@ -453,8 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes, which share the cuts")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     given = parser.parse_args(arguments)
-    from errors import about
-    from mutants import commit
+    from results import about, commit
 
     size = SMALL if given.device == "cpu" else Size()
     asked = given.device, given.cuts, given.seconds, given.seed, size

@@ -7,32 +7,23 @@ docs/numerics.md where they are known. A call needs its package and nothing of i
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from results import ROOT
+
 # results by name, exact ones, bounds
 Found = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
-def bounds_module(name: str = "bounds") -> ModuleType:
+def bounds_module(name: str) -> ModuleType:
     """Load a module of linked/testing/, which is no part of a wheel."""
-    package = "attn_error_bounds"
-    if package not in sys.modules:
-        folder = ROOT / "linked" / "testing"
-        spec = importlib.util.spec_from_file_location(
-            package, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{folder} is not there")
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[package])
-    return importlib.import_module(f"{package}.{name}")
+    if (folder := str(ROOT / "linked")) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(f"testing.{name}")
 
 
 def load(name: str) -> Any:
@@ -40,14 +31,17 @@ def load(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _truncates(device: str) -> bool:
-    """Say whether results are cut off where others round."""
-    return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+def _bounded(got: dict[str, Any], device: str, *given: Any, of: str = "", **options: Any) -> Found:
+    """Return results with their bounds, which know what is exact.
 
-
-def _bounded(got: dict[str, Any], bounds: dict[str, Any]) -> Found:
-    """Return results with their bounds, which know what is exact."""
-    bounds = {name: bounds[name] for name in got}
+    ``of``: the module of bounds, if the results are not softmax attention's.
+    """
+    # results are cut off where others round
+    truncates = device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    module = bounds_module(f"{of}_bounds" if of else "bounds")
+    function = module.lightning_bounds if of else module.attention_bounds
+    found = function(*given, **options, truncates=truncates)
+    bounds = {name: found[name] for name in got}
     return got, {name: b.exact for name, b in bounds.items()}, bounds
 
 
@@ -60,6 +54,32 @@ def drawer(device: str, dtype: Any = None, seed: int = 0) -> Callable[..., Any]:
         return torch.randn(*size, generator=generator).to(device, dtype)
 
     return draw
+
+
+def _draw_per_head(options: dict[str, Any], draw: Callable[..., Any], heads: int) -> None:
+    """Put tensors in the place of what is asked for by name."""
+    import torch
+
+    if options.pop("sinks", False):
+        options["sinks"] = draw(heads, dtype=torch.float32)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = draw(heads, dtype=torch.float32).abs() / 4
+
+
+def _with_gradients(
+    out: Any, lse: Any, leaves: dict[str, Any], draw: Callable[..., Any]
+) -> tuple[dict[str, Any], Any]:
+    """Return outputs and gradients by name, and the gradient of the output."""
+    import torch
+
+    dout = draw(*out.shape)
+    made = torch.autograd.grad(out, list(leaves.values()), dout)
+    got = {"out": out.detach(), "lse": lse.detach()}
+    return got | dict(zip(leaves, made, strict=True)), dout
+
+
+def _detached(leaves: dict[str, Any]) -> list[Any]:
+    return [leaves[name].detach() for name in ("dq", "dk", "dv")]
 
 
 # ---- flash-attn-triton
@@ -79,30 +99,23 @@ def flash(
 ) -> Found:
     import torch
 
-    flash_attn_func = load("flash_attn_triton").flash_attn_func
     draw = drawer(device, getattr(torch, dtype))
-    q, k = draw(batch, queries, heads[0], d), draw(batch, keys, heads[1], d)
-    v = draw(batch, keys, heads[1], dv or d)
-    if options.pop("sinks", False):
-        options["sinks"] = draw(heads[0], dtype=torch.float32)
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = draw(heads[0], dtype=torch.float32).abs() / 4
-    leaves = {"dq": q, "dk": k, "dv": v}
+    leaves = {"dq": draw(batch, queries, heads[0], d), "dk": draw(batch, keys, heads[1], d)}
+    leaves["dv"] = draw(batch, keys, heads[1], dv or d)
+    _draw_per_head(options, draw, heads[0])
     if sharing := options.pop("bias", ""):
         own = 1 if sharing == "shared" else batch
         bias = draw(own, heads[0], queries, (keys + 7) // 8 * 8)[..., :keys]
         options["bias"] = leaves["dbias"] = bias
-    for x in leaves.values():
-        x.requires_grad_(grad)
+    q, k, v, *_ = (x.requires_grad_(grad) for x in leaves.values())
     torch.manual_seed(0)
-    out, lse = flash_attn_func(q, k, v, **options, return_lse=True)
-    got = {"out": out.detach(), "lse": lse.detach()}
-    dout = draw(*out.shape)
-    if grad:
-        made = torch.autograd.grad(out, list(leaves.values()), dout)
-        got.update(zip(leaves, made, strict=True))
+    out, lse = load("flash_attn_triton").flash_attn_func(q, k, v, **options, return_lse=True)
     ways = "deterministic", "dropout_p", "invariant"
     rest = {n: x for n, x in options.items() if n not in ways}
+    if grad:
+        got, rest["dout"] = _with_gradients(out, lse, leaves, draw)
+    else:
+        got = {"out": out, "lse": lse}
     if "bias" in rest:
         rest["bias"] = rest["bias"].detach()
     if "dropout_p" in options:
@@ -112,22 +125,16 @@ def flash(
         philox, p = load("flash_attn_triton._reference.philox"), options["dropout_p"]
         rest["kept"] = philox.dropout_keep_mask(state, p, batch, heads[0], queries, keys)
         rest["keep_scale"] = philox.keep_scale(p)
-    if grad:
-        rest["dout"] = dout
-    bounds = bounds_module().attention_bounds(
-        q.detach(), k.detach(), v.detach(), **rest, truncates=_truncates(device)
-    )
-    return _bounded(got, bounds)
+    return _bounded(got, device, *_detached(leaves), **rest)
 
 
 def flash_fp8(device: str, d: int, **options: Any) -> Found:
     import torch
 
     draw = drawer(device, torch.float8_e4m3fn)
-    q, k, v = draw(1, 200, 2, d), draw(1, 333, 1, d), draw(1, 333, 1, d)
-    out, lse = load("flash_attn_triton").flash_attn_func(q, k, v, **options, return_lse=True)
-    options["truncates"] = _truncates(device)
-    return _bounded({"out": out, "lse": lse}, bounds_module().attention_bounds(q, k, v, **options))
+    given = draw(1, 200, 2, d), draw(1, 333, 1, d), draw(1, 333, 1, d)
+    out, lse = load("flash_attn_triton").flash_attn_func(*given, **options, return_lse=True)
+    return _bounded({"out": out, "lse": lse}, device, *given, **options)
 
 
 def flash_tree(device: str, d: int, **options: Any) -> Found:
@@ -136,14 +143,12 @@ def flash_tree(device: str, d: int, **options: Any) -> Found:
     draw = drawer(device)
     lengths, parents = [150, 140, 10, 130], [-1, 0, 0, 1]
     starts = [sum(lengths[:s]) for s in range(len(lengths) + 1)]
-    leaves = [draw(430, heads, d).requires_grad_() for heads in (2, 1, 1)]
+    sizes = {"dq": 2, "dk": 1, "dv": 1}
+    leaves = {name: draw(430, heads, d).requires_grad_() for name, heads in sizes.items()}
     given = torch.tensor(starts, dtype=torch.int32, device=device)
     function = load("flash_attn_triton").flash_attn_tree_func
-    out, lse = function(*leaves, given, parents, 150, **options, return_lse=True)
-    dout = draw(*out.shape)
-    made = torch.autograd.grad(out, leaves, dout)
-    got = {"out": out.detach(), "lse": lse.detach()}
-    got.update(zip(("dq", "dk", "dv"), made, strict=True))
+    out, lse = function(*leaves.values(), given, parents, 150, **options, return_lse=True)
+    got, dout = _with_gradients(out, lse, leaves, draw)
     visible = torch.zeros(430, 430, dtype=torch.bool)
     for segment, parent in enumerate(parents):
         rows = slice(starts[segment], starts[segment + 1])
@@ -151,24 +156,17 @@ def flash_tree(device: str, d: int, **options: Any) -> Found:
         while parent >= 0:
             visible[rows, starts[parent] : starts[parent + 1]] = True
             parent = parents[parent]
-    found = bounds_module().attention_bounds(
-        *(x.detach()[None] for x in leaves),
-        **options,
-        visible=visible.to(device),
-        # of a path, and one more for each segment that ends within a tile
-        tiles=430 / 16 + len(lengths),
-        dout=dout[None],
-        truncates=_truncates(device),
-    )
-    bounded = bounds_module("rounding").Bounded
-    return _bounded(got, {n: bounded(b.exact[0], b.bound[0]) for n, b in found.items()})
+    # tiles of a path, and one more for each segment that ends within one
+    more = {"visible": visible.to(device), "tiles": 430 / 16 + len(lengths), "dout": dout[None]}
+    got = {name: x[None] for name, x in got.items()}
+    return _bounded(got, device, *(x[None] for x in _detached(leaves)), **options, **more)
 
 
 # ---- prefix-prefill
 
 
 def one_sequence(device: str, pages: int, queries: int, keys: int) -> tuple[Any, ...]:
-    """Return what a call takes of one sequence in pages that do not lie in order, behind page 0.
+    """Return what a call takes of one sequence in pages that do not lie in order, after page 0.
 
     Its block table, the starts of queries and the keys' number, and the largest of either.
     """
@@ -199,16 +197,12 @@ def paged(
     draw = drawer(device)
     heads, keys = (4, 2), queries + 133
     pages = -(-keys // page)
-    k_cache, v_cache = (draw(pages + 2, page, heads[1], d) for _ in "kv")
+    caches = [draw(pages + 2, page, heads[1], d) for _ in "kv"]
     q = draw(queries, heads[0], d)
     rest = one_sequence(device, pages, queries, keys)
-    table = rest[0]
-    if options.pop("sinks", False):
-        options["sinks"] = draw(heads[0], dtype=torch.float32)
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = draw(heads[0], dtype=torch.float32).abs() / 4
+    _draw_per_head(options, draw, heads[0])
     if fp8:
-        k_cache, v_cache = (x.to(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+        caches = [x.to(torch.float8_e4m3fn) for x in caches]
         for name in ("k_descale", "v_descale"):
             options[name] = torch.tensor([0.7, 1.3], device=device)
     if "q" in fp8:
@@ -217,22 +211,20 @@ def paged(
     splits = options.pop("num_splits", 0 if "invariant" in options else 1)
     beside = {name: draw(queries, heads[1], d) for name in ("k", "v")} if new else {}
     out, lse = load("prefix_prefill").paged_attn_func(
-        q, k_cache, v_cache, *rest, **beside, **options, num_splits=splits, return_lse=True
+        q, *caches, *rest, **beside, **options, num_splits=splits, return_lse=True
     )
     options.pop("invariant", None)
-    k, v = (
-        c.view(torch.uint8)[table[0].long()].view(c.dtype) if fp8 else c[table[0].long()]
-        for c in (k_cache, v_cache)
-    )
+    # indexing knows no FP8
+    plain = [x.view(torch.uint8) if fp8 else x for x in caches]
+    k, v = (x[rest[0][0].long()].view(caches[0].dtype) for x in plain)
     k, v = (x.reshape(-1, heads[1], d)[:keys][None].double() for x in (k, v))
     if new:
         for x, name in ((k, "k"), (v, "v")):
             x[0, keys - queries :] = beside[name].double()
     if fp8 and "q" not in fp8:
-        options["cache"] = k_cache.dtype
-    options = {"causal": True, **options, "truncates": _truncates(device)}
-    bounds = bounds_module().attention_bounds(q[None], k, v, **options)
-    return _bounded({"out": out[None], "lse": lse[None]}, bounds)
+        options["cache"] = caches[0].dtype
+    options = {"causal": True, **options}
+    return _bounded({"out": out[None], "lse": lse[None]}, device, q[None], k, v, **options)
 
 
 def paged_codes(device: str, d: int, kind: str, queries: int = 200) -> Found:
@@ -249,10 +241,9 @@ def paged_codes(device: str, d: int, kind: str, queries: int = 200) -> Found:
     options: dict[str, Any] = {"kv_dtype": kind}
     options.update(k_scale_cache=scales[0], v_scale_cache=scales[1])
     rest = one_sequence(device, pages, queries, keys)
-    table = rest[0]
-    slots = (table[0].long()[:, None] * page + torch.arange(page, device=device)).flatten()[:keys]
+    slots = rest[0][0].long()[:, None] * page + torch.arange(page, device=device)
     k, v = (draw(keys, heads[1], d) for _ in "kv")
-    package.reshape_and_cache(k, v, *caches, slots, **options)
+    package.reshape_and_cache(k, v, *caches, slots.flatten()[:keys], **options)
     q = draw(queries, heads[0], d)
     found = package.paged_attn_func(q, *caches, *rest, **options, num_splits=1, return_lse=True)
     wide = {name: x if name == "kv_dtype" else x.double() for name, x in options.items()}
@@ -270,15 +261,13 @@ def latent(device: str, fp8: bool = False, queries: int = 3, **options: Any) -> 
     q = draw(queries, heads, 576)
     options = {"softmax_scale": 576**-0.5, **options}
     rest = one_sequence(device, 5, queries, keys)
-    function = load("prefix_prefill").mla_attn_func
-    out, lse = function(q, cache, *rest, **options, return_lse=True)
+    out, lse = load("prefix_prefill").mla_attn_func(q, cache, *rest, **options, return_lse=True)
     options.pop("num_splits", None)
     if fp8:
         options["cache"] = cache.dtype
     k = cache.double()[rest[0][0].long()].reshape(1, -1, 1, 576)[:, :keys]
-    options = {"causal": True, **options, "truncates": _truncates(device)}
-    bounds = bounds_module().attention_bounds(q[None], k, k[..., :512], **options)
-    return _bounded({"out": out[None], "lse": lse[None]}, bounds)
+    given = q[None], k, k[..., :512]
+    return _bounded({"out": out[None], "lse": lse[None]}, device, *given, causal=True, **options)
 
 
 # ---- lightning-attn and blocksparse-attn
@@ -298,15 +287,8 @@ def lightning(device: str, d: int, e: int, heads: int = 4, **options: Any) -> Fo
     made = torch.autograd.grad(out, (*leaves, first), dout)
     got = {"o": out.detach(), "state": last.detach()}
     got.update(zip(("dq", "dk", "dv", "dinitial_state"), made, strict=True))
-    bounds = bounds_module("walk_bounds").lightning_bounds(
-        *(x.detach() for x in leaves),
-        decay,
-        scale=0.6,
-        initial_state=first.detach(),
-        dout=dout,
-        truncates=_truncates(device),
-    )
-    return _bounded(got, bounds)
+    rest = {"scale": 0.6, "initial_state": first.detach(), "dout": dout}
+    return _bounded(got, device, *(x.detach() for x in leaves), decay, of="walk", **rest)
 
 
 def blocksparse(
@@ -315,13 +297,12 @@ def blocksparse(
     block: tuple[int, int],
     heads: tuple[int, int] = (2, 1),
     short: bool = False,
-    **options: Any,
+    causal: bool = True,
 ) -> Found:
     """Call with a layout that has more slots than blocks, unless its rows are to count as short."""
     import torch
 
-    package = load("blocksparse_attn")
-    draw = drawer(device)
+    package, draw = load("blocksparse_attn"), drawer(device)
     tokens = 384
     rows, columns = tokens // block[0], tokens // block[1]
     generator = torch.Generator().manual_seed(0)
@@ -329,18 +310,11 @@ def blocksparse(
     kept[:, :, 0] = True
     slots = None if short else max(256, rows * columns)
     layout = package.BlockSparseLayout.from_dense(kept, block, max_nnz=slots).to(device)
-    leaves = [draw(1, tokens, n, d).requires_grad_() for n in (heads[0], heads[1], heads[1])]
-    out, lse = package.blocksparse_attn_func(*leaves, layout, **options, return_lse=True)
-    dout = drawer(device, seed=1)(*out.shape)
-    made = torch.autograd.grad(out, leaves, dout)
-    got = {"out": out.detach(), "lse": lse.detach()}
-    got.update(zip(("dq", "dk", "dv"), made, strict=True))
-    visible = kept.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
-    bounds = bounds_module().attention_bounds(
-        *(x.detach() for x in leaves),
-        causal=options.get("causal", True),
-        visible=visible.to(device),
-        dout=dout,
-        truncates=_truncates(device),
+    sizes = {"dq": heads[0], "dk": heads[1], "dv": heads[1]}
+    leaves = {name: draw(1, tokens, n, d).requires_grad_() for name, n in sizes.items()}
+    out, lse = package.blocksparse_attn_func(
+        *leaves.values(), layout, causal=causal, return_lse=True
     )
-    return _bounded(got, bounds)
+    got, dout = _with_gradients(out, lse, leaves, drawer(device, seed=1))
+    visible = kept.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2).to(device)
+    return _bounded(got, device, *_detached(leaves), causal=causal, visible=visible, dout=dout)

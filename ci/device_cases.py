@@ -1,32 +1,22 @@
 """One registry of small calls on a GPU: each kernel for Hopper, each tile, each principal feature.
 
-The sanitizers (``sanitize.py``), the measurement of errors (``errors.py``) and the certificate use
-the same cases. A case needs its package and nothing of its tests. On other devices the same calls
-run on what serves them there.
+The sanitizers (``sanitize.py``), the measurement of errors (``errors.py``), the tests and the
+certificate use the same cases. A case needs its package and nothing of its tests. On other devices
+the same calls run on what serves them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from device_calls import (
-    ROOT,
-    blocksparse,
-    drawer,
-    flash,
-    flash_fp8,
-    flash_tree,
-    latent,
-    lightning,
-    load,
-    one_sequence,
-    paged,
-    paged_codes,
-)
+import device_calls as calls
+from device_calls import drawer, load, one_sequence
 
-__all__ = ["ALGEBRA", "CASES", "ROOT", "Algebra", "Case"]
+__all__ = ["ALGEBRA", "CASES", "Algebra", "Case"]
+
+FLASH, PREFIX, SPARSE = "flash-attn-triton", "prefix-prefill", "blocksparse-attn"
 
 
 @dataclass(frozen=True)
@@ -41,20 +31,21 @@ class Case:
     kernel: str
     tile: str
     feature: str
-    make: Callable[..., tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
-    options: dict[str, Any] = field(default_factory=dict)
+    make: Callable[..., Any]
+    options: dict[str, Any]
 
     @property
     def name(self) -> str:
         return f"{self.package}/{self.kernel}/{self.tile}/{self.feature}"
 
-    def run(self, device: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def run(self, device: str) -> Any:
         return self.make(device, **self.options)
 
 
-# ---- the list
+def _case(package: str, kernel: str, tile: str, feature: str, make: Any, /, **options: Any) -> Case:
+    return Case(package, kernel, tile, feature, make, options)
 
-FLASH, PREFIX = "flash-attn-triton", "prefix-prefill"
+
 _FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -65,108 +56,91 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "shared bias": {"bias": "shared", "batch": 2},
     "deterministic": {"causal": True, "deterministic": True},
 }
-_WIDTHS: list[tuple[str, dict[str, Any]]] = [
-    ("d64", {"d": 64}),
-    ("d96", {"d": 96}),
-    ("d128", {"d": 128}),
-    ("d192", {"d": 192}),
-    ("d192:128", {"d": 192, "dv": 128}),
-    ("d256", {"d": 256}),
-]
+_SOFTCAP: dict[str, dict[str, Any]] = {"plain": {}, "softcap": {"softcap": 1.5}}
+_WIDTHS: dict[str, dict[str, int]] = {f"d{d}": {"d": d} for d in (64, 96, 128, 192)}
+_WIDTHS |= {"d192:128": {"d": 192, "dv": 128}, "d256": {"d": 256}}
 
 
-def _cases() -> list[Case]:
-    found = []
-    for tile, width in _WIDTHS:
+def _flash_cases() -> Iterator[Case]:
+    for tile, width in _WIDTHS.items():
         for feature, options in _FEATURES.items():
-            given = {**width, **options}
-            found.append(Case(FLASH, "forward+backward", tile, feature, flash, given))
-        few = {**width, "queries": 3, "heads": (8, 1), "causal": True, "grad": False}
-        found.append(Case(FLASH, "forward", tile, "few queries", flash, few))
-    long = {"d": 64, "queries": 1100, "keys": 1100, "causal": True, "batch": 4, "grad": False}
-    found.append(Case(FLASH, "forward", "d64 long", "causal", flash, long))
-    short = {"d": 64, "queries": 100, "keys": 90}
-    found.append(Case(FLASH, "short backward", "d64", "plain", flash, short))
+            both = {**width, **options}
+            yield _case(FLASH, "forward+backward", tile, feature, calls.flash, **both)
+        few: dict[str, Any] = {"queries": 3, "heads": (8, 1), "causal": True, "grad": False}
+        yield _case(FLASH, "forward", tile, "few queries", calls.flash, **width, **few)
+    long: dict[str, Any] = {"queries": 1100, "keys": 1100, "causal": True, "batch": 4}
+    yield _case(FLASH, "forward", "d64 long", "causal", calls.flash, d=64, **long, grad=False)
+    short = {"queries": 100, "keys": 90}
+    yield _case(FLASH, "short backward", "d64", "plain", calls.flash, d=64, **short)
     for d in (64, 128, 256):
         for feature in ("plain", "causal", "softcap"):
-            options = {"d": d, **_FEATURES[feature]}
-            found.append(Case(FLASH, "fp8 forward", f"d{d}", feature, flash_fp8, options))
+            options = _FEATURES[feature]
+            yield _case(FLASH, "fp8 forward", f"d{d}", feature, calls.flash_fp8, d=d, **options)
     for d in (64, 128):
-        for feature, options in (("plain", {}), ("softcap", {"softcap": 1.5})):
-            found.append(Case(FLASH, "tree", f"d{d}", feature, flash_tree, {"d": d, **options}))
+        for feature, options in _SOFTCAP.items():
+            yield _case(FLASH, "tree", f"d{d}", feature, calls.flash_tree, d=d, **options)
     for d in (64, 128, 256):
-        lawful = {"d": d, "causal": True, "grad": False, "invariant": True}
-        found.append(Case(FLASH, "invariant", f"d{d}", "causal", flash, lawful))
-    found += _prefix_cases()
+        lawful = {"causal": True, "grad": False, "invariant": True}
+        yield _case(FLASH, "invariant", f"d{d}", "causal", calls.flash, d=d, **lawful)
+
+
+def _prefix_cases() -> Iterator[Case]:
+    features: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "page 48": {"page": 48},
+        "softcap": {"softcap": 1.5},
+        "window_alibi_sinks": {"window_size": (90, 0), "alibi": True, "sinks": True},
+    }
+    for d in (64, 96, 128, 256):
+        tile = f"d{d}"
+        for feature, options in features.items():
+            yield _case(PREFIX, "prefill", tile, feature, calls.paged, d=d, **options)
+        yield _case(PREFIX, "decode", tile, "splits", calls.paged, d=d, queries=1, num_splits=3)
+        if d != 96:
+            yield _case(PREFIX, "invariant", tile, "causal", calls.paged, d=d, invariant=True)
+        if d in (64, 128):
+            yield _case(PREFIX, "prefill", tile, "new keys", calls.paged, d=d, new=True)
+            caches: list[tuple[str, Any, dict[str, Any]]] = [
+                ("int8 cache", calls.paged_codes, {"kind": "int8"}),
+                ("int4 cache", calls.paged_codes, {"kind": "int4"}),
+                ("fp8 cache", calls.paged, {"fp8": ("cache",)}),
+                ("fp8 queries", calls.paged, {"fp8": ("cache", "q")}),
+            ]
+            for kernel, make, options in caches:
+                yield _case(PREFIX, kernel, tile, "causal", make, d=d, **options)
+                yield _case(PREFIX, kernel, tile, "decode", make, d=d, **options, queries=1)
+    for kernel, fp8 in (("latent", False), ("latent fp8", True)):
+        some = {"decode": {"queries": 1}, "few queries": {}, "splits": {"num_splits": 2}}
+        for feature, options in some.items():
+            yield _case(PREFIX, kernel, "d576:512", feature, calls.latent, fp8=fp8, **options)
+
+
+def _other_cases() -> Iterator[Case]:
     for d, e in ((64, 64), (128, 128), (96, 192)):
-        for schedule in ("sequential", "parallel"):
-            options = {"d": d, "e": e, "schedule": schedule}
-            tile = f"d{d}:{e}"
-            found.append(Case("lightning-attn", "walk", tile, schedule, lightning, options))
+        for way in ("sequential", "parallel"):
+            sizes = {"d": d, "e": e}
+            place = "lightning-attn", "walk", f"d{d}:{e}", way
+            yield _case(*place, calls.lightning, **sizes, schedule=way)
     for d in (64, 128):
         for block in ((64, 64), (128, 128), (16, 16), (128, 64)):
-            options = {"d": d, "block": block}
-            tile = f"d{d} blocks {block[0]}x{block[1]}"
-            sparse = ("blocksparse-attn", "forward+backward", tile)
-            found.append(Case(*sparse, "causal", blocksparse, options))
+            features: dict[str, dict[str, Any]] = {"causal": {}}
             if block == (64, 64):
-                full = {**options, "causal": False}
-                found.append(Case(*sparse, "full", blocksparse, full))
-            if block == (64, 64) and d > 64:
+                features["full"] = {"causal": False}
                 # for which the backward for Hopper makes dq in a launch of its own
-                short = {**options, "short": True}
-                found.append(Case(*sparse, "short rows", blocksparse, short))
-    return found
+                features |= {"short rows": {"short": True}} if d > 64 else {}
+            for feature, options in features.items():
+                place = SPARSE, "forward+backward", f"d{d} blocks {block[0]}x{block[1]}", feature
+                yield _case(*place, calls.blocksparse, d=d, block=block, **options)
 
 
-def _prefix_cases() -> list[Case]:
-    found = []
-    for d in (64, 96, 128, 256):
-        for feature, options in (
-            ("causal", {}),
-            ("page 48", {"page": 48}),
-            ("softcap", {"softcap": 1.5}),
-            ("window_alibi_sinks", {"window_size": (90, 0), "alibi": True, "sinks": True}),
-        ):
-            given = {"d": d, **options}
-            found.append(Case(PREFIX, "prefill", f"d{d}", feature, paged, given))
-        decode = {"d": d, "queries": 1, "num_splits": 3}
-        found.append(Case(PREFIX, "decode", f"d{d}", "splits", paged, decode))
-        if d != 96:
-            given = {"d": d, "invariant": True}
-            found.append(Case(PREFIX, "invariant", f"d{d}", "causal", paged, given))
-        if d in (64, 128):
-            given = {"d": d, "new": True}
-            found.append(Case(PREFIX, "prefill", f"d{d}", "new keys", paged, given))
-            for kind in ("int8", "int4"):
-                given = {"d": d, "kind": kind}
-                found.append(Case(PREFIX, f"{kind} cache", f"d{d}", "causal", paged_codes, given))
-                one = {**given, "queries": 1}
-                found.append(Case(PREFIX, f"{kind} cache", f"d{d}", "decode", paged_codes, one))
-            for name, narrow in (("fp8 cache", ("cache",)), ("fp8 queries", ("cache", "q"))):
-                found.append(Case(PREFIX, name, f"d{d}", "causal", paged, {"d": d, "fp8": narrow}))
-                one = {"d": d, "fp8": narrow, "queries": 1}
-                found.append(Case(PREFIX, name, f"d{d}", "decode", paged, one))
-    for name, fp8 in (("latent", False), ("latent fp8", True)):
-        for feature, options in (
-            ("decode", {"queries": 1}),
-            ("few queries", {}),
-            ("splits", {"num_splits": 2}),
-        ):
-            given = {"fp8": fp8, **options}
-            found.append(Case(PREFIX, name, "d576:512", feature, latent, given))
-    return found
-
-
-CASES = {case.name: case for case in _cases()}
+CASES = {case.name: case for case in (*_flash_cases(), *_prefix_cases(), *_other_cases())}
 
 # ---- what FpSan can compare: forwards in which no score is hidden, over whole tiles
 
 TILES = 256  # a multiple of every tile of queries or keys
 
 
-@dataclass(frozen=True)
-class Algebra:
+class Algebra(Case):
     """A call that two kernels serve, the one for Hopper and the portable one.
 
     Under FpSan (see docs/testing.md) their outputs have the bits of ``payloads.attention`` if they
@@ -175,19 +149,8 @@ class Algebra:
     which a division needs.
 
     ``make(device)`` returns a function that makes the call, and ``q``, ``k``, ``v`` and the sinks
-    as the definition takes them.
+    as the reference takes them.
     """
-
-    package: str
-    kernel: str
-    tile: str
-    feature: str
-    make: Callable[..., Any]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.package}/{self.kernel}/{self.tile}/{self.feature}"
 
     @property
     def switch(self) -> str:
@@ -199,7 +162,7 @@ class Algebra:
         return self.make(device, **self.options)[0]()
 
     def exact(self) -> Any:
-        """Return the output that the definition has under FpSan."""
+        """Return the output that the reference has under FpSan."""
         from payloads import attention
 
         _, (q, k, v, sinks) = self.make("cpu", **self.options)
@@ -224,38 +187,28 @@ def _paged_algebra(device: str, d: int, **options: Any) -> Any:
 
     draw = drawer(device)
     page, heads, keys = 64, (4, 2), 2 * TILES
-    k_cache, v_cache = (draw(keys // page + 2, page, heads[1], d) for _ in "kv")
+    caches = [draw(keys // page + 2, page, heads[1], d) for _ in "kv"]
     rest = one_sequence(device, keys // page, TILES, keys)
     q, sinks = draw(TILES, heads[0], d), draw(heads[0], dtype=torch.float32)
+    # the kernel for Hopper does not cut sequences
+    options = {"num_splits": 0 if "invariant" in options else 1, "causal": False, **options}
 
     def run() -> Any:
-        return load("prefix_prefill").paged_attn_func(
-            q,
-            k_cache,
-            v_cache,
-            *rest,
-            sinks=sinks,
-            causal=False,
-            # the kernel for Hopper does not cut sequences
-            **{"num_splits": 0 if "invariant" in options else 1, **options},
-        )
+        return load("prefix_prefill").paged_attn_func(q, *caches, *rest, sinks=sinks, **options)
 
-    k, v = (cache[rest[0][0].long()].flatten(0, 1) for cache in (k_cache, v_cache))
+    k, v = (cache[rest[0][0].long()].flatten(0, 1) for cache in caches)
     return run, (q, k, v, sinks)
 
 
-def _algebra() -> list[Algebra]:
-    found = []
+ALGEBRA = {
+    case.name: case
     for package, kernel, make in (
         (FLASH, "forward", _flash_algebra),
         (PREFIX, "prefill", _paged_algebra),
-    ):
-        for d in (64, 128, 256):
-            for feature, options in (("plain", {}), ("softcap", {"softcap": 1.5})):
-                found.append(Algebra(package, kernel, f"d{d}", feature, make, {"d": d, **options}))
-            lawful = {"d": d, "invariant": True}
-            found.append(Algebra(package, "invariant", f"d{d}", "plain", make, lawful))
-    return found
-
-
-ALGEBRA = {case.name: case for case in _algebra()}
+    )
+    for d in (64, 128, 256)
+    for case in (
+        *(Algebra(package, kernel, f"d{d}", f, make, {"d": d, **x}) for f, x in _SOFTCAP.items()),
+        Algebra(package, "invariant", f"d{d}", "plain", make, {"d": d, "invariant": True}),
+    )
+}

@@ -16,7 +16,7 @@ up to 32 bits wraps, but where the kernel says that it is to. ConSan knows copie
 barriers in shared memory. It knows no barriers of the hardware by number, which these kernels reach
 through inline assembly: what they order looks like a race to it. A kernel stops at its first
 finding. FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and
-the finding is that an output is not the definition's (``payloads.py``). See docs/testing.md.
+the finding is that an output is not the reference's (``payloads.py``). See docs/testing.md.
 
 ``--merge`` writes the first file from the others, which several calls wrote. A later file's cases
 replace those of earlier ones, and each case names its commit.
@@ -24,7 +24,6 @@ replace those of earlier ones, and each case names its commit.
 
 from __future__ import annotations
 
-import argparse
 import contextvars
 import hashlib
 import json
@@ -40,11 +39,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from device_cases import ALGEBRA, CASES, ROOT
-from errors import about, is_right, measure
-from mutants import commit
+from device_cases import ALGEBRA, CASES, Case
+from errors import is_right, measure
+from results import OURS, ROOT, about, chosen, commit, parser_of, write
 
-TOOLS = ("consan", "fpsan", "memcheck", "overflow")
+# what a case's process has in its environment, by tool
+TOOLS = {
+    "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"},
+    # a number of 16 bits is the lower half of one of 32, so that sums may round as they go
+    "fpsan": {"TRITON_INSTRUMENTATION_MODE": "fpsan", "TRITON_FPSAN_HOMOMORPHIC_CASTS": "1"},
+    # so that each tensor has an end that the tool knows
+    "memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "overflow": {"TRITON_DEBUG": "1"},
+}
 # what all cases of a file have in common
 MACHINE = ("torch", "triton", "device", "capability")
 RESULT = "sanitized case: "
@@ -56,17 +63,7 @@ FINDINGS = [
 ]
 
 
-def check_no_overflow() -> None:
-    """Leave out Triton's checks of integers, which ConSan turns on and which take minutes to build.
-
-    They are a tool of their own.
-    """
-    from triton.backends.nvidia.compiler import CUDABackend
-
-    parse = CUDABackend.parse_options
-    CUDABackend.parse_options = lambda backend, options: parse(
-        backend, {**options, "sanitize_overflow": False}
-    )
+# ---- one case, in a process of its own
 
 
 def hash_of(x: Any) -> str:
@@ -76,39 +73,48 @@ def hash_of(x: Any) -> str:
     return hashlib.sha256(x.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def run_case(name: str, device: str, tool: str) -> None:
-    """Run one case in this process, and print what is to be said of it."""
+def _prepare(device: str, tool: str, launched: set[str]) -> None:
+    """Give kernels memory that is 0, as sanitizers expect, and keep the names of those launched."""
     import torch
     import triton
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import _allocation
 
     def allocate(size: int, _alignment: int, _stream: Any) -> Any:
-        # the sanitizers expect memory that is 0
         return torch.zeros(size, dtype=torch.int8, device=device)
 
-    launched: set[str] = set()
+    # a default, since gradients are launched from a thread that has none of what is set here
+    allocator: Any = contextvars.ContextVar("allocator", default=allocate)
+    for kept in ("_allocator", "_profile_allocator"):
+        if hasattr(_allocation, kept):
+            setattr(_allocation, kept, allocator)
+    triton.knobs.runtime.launch_enter_hook.add(lambda told: launched.add(told.get()["name"]))
     if tool == "consan":
-        check_no_overflow()
+        # checks of integers, which it turns on, take minutes to build; they are a tool of their own
+        parse, off = CUDABackend.parse_options, {"sanitize_overflow": False}
+        CUDABackend.parse_options = lambda backend, options: parse(backend, {**options, **off})
+
+
+def run_case(name: str, device: str, tool: str) -> None:
+    """Run one case in this process, and print what is to be said of it."""
+    import torch
+
+    launched: set[str] = set()
     if device != "cpu":
-        # a default, since gradients are launched from a thread that has none of what is set here
-        allocator: Any = contextvars.ContextVar("allocator", default=allocate)
-        for kept in ("_allocator", "_profile_allocator"):
-            if hasattr(_allocation, kept):
-                setattr(_allocation, kept, allocator)
-        hook = triton.knobs.runtime.launch_enter_hook
-        hook.add(lambda metadata: launched.add(metadata.get()["name"]))
+        _prepare(device, tool, launched)
+    told: dict[str, Any]
     if tool == "fpsan":
         case = ALGEBRA[name]
-        told: dict[str, Any] = {
-            "results": hash_of(case.run(device)),
-            "exact": hash_of(case.exact()),
-        }
+        told = {"results": hash_of(case.run(device)), "exact": hash_of(case.exact())}
     else:
         told = {"results": measure(CASES[name], device)}
     if device != "cpu":
         torch.cuda.synchronize()
     told.update(launched=sorted(launched), **about())
     print(RESULT + json.dumps(told), flush=True)
+
+
+# ---- all cases
 
 
 def sanitizer() -> str | None:
@@ -124,44 +130,14 @@ def has_fpsan() -> bool:
     return hasattr(libtriton.passes.ttgpuir, "add_fp_sanitizer")
 
 
-def command_of(tool: str, name: str, device: str) -> list[str]:
-    own = [sys.executable, str(Path(__file__).resolve()), "--case", name, "--device", device]
-    own += ["--tool", tool]
-    if tool != "memcheck":
-        return own
-    options = ("--tool", "memcheck", "--error-exitcode", "99", "--print-limit", "5")
-    return [sanitizer() or "compute-sanitizer", *options, *own]
-
-
-def environment_of(tool: str, cache: Path) -> dict[str, str]:
-    """Return what a case's process has in its environment."""
-    names = [p.name for p in (ROOT / "packages").iterdir()]
-    sources = [str(ROOT / "packages" / name / "src") for name in sorted(names)]
-    path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
-    made = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    made["TRITON_CACHE_DIR"] = str(cache / tool)
-    if tool in ("consan", "fpsan"):
-        made["TRITON_INSTRUMENTATION_MODE"] = tool
-    if tool == "fpsan":
-        # a number of 16 bits is the lower half of one of 32, so that sums may round as they go
-        made["TRITON_FPSAN_HOMOMORPHIC_CASTS"] = "1"
-    if tool == "overflow":
-        made["TRITON_DEBUG"] = "1"
-    if tool == "memcheck":
-        # so that each tensor has an end that the tool knows
-        made["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    return made
-
-
 def outcome_of(status: int, text: str) -> dict[str, Any]:
     """Read what a case's process said."""
     found = (m.groups() for pattern in FINDINGS for m in pattern.finditer(text))
     said = [": ".join(filter(None, groups)) for groups in found]
-    findings = dict(Counter(said).most_common(5))
     line = next((x for x in text.splitlines() if x.startswith(RESULT)), None)
     told: dict[str, Any] = json.loads(line[len(RESULT) :]) if line else {}
-    if findings:
-        return {"outcome": "finding", "findings": findings, **told}
+    if said:
+        return {"outcome": "finding", "findings": dict(Counter(said).most_common(5)), **told}
     if status != 0 or line is None:
         return {"outcome": "failed", "status": status, "end": text[-1500:]}
     results = told["results"]
@@ -175,56 +151,59 @@ def compared(hopper: dict[str, Any], portable: dict[str, Any]) -> dict[str, Any]
     for told in (hopper, portable):
         if told["outcome"] != "clean":
             return told
-    kernels = {"launched": hopper["launched"], "beside": portable["launched"]}
-    told = {**hopper, **kernels}
+    told = {**hopper, "beside": portable["launched"]}
     if hopper["launched"] == portable["launched"]:
         return {**told, "outcome": "failed", "end": "one kernel served both"}
     findings = {
-        f"{', '.join(run['launched'])}: not the definition's output": 1
+        f"{', '.join(run['launched'])}: not the reference's output": 1
         for run in (hopper, portable)
         if run["results"] != run["exact"]
     }
     return {**told, "outcome": "finding", "findings": findings} if findings else told
 
 
-def try_case(tool: str, name: str, device: str, cache: Path, limit: float) -> dict[str, Any]:
-    if tool != "fpsan":
-        return _try(tool, name, device, cache, limit, {})
-    switch = ALGEBRA[name].switch
-    both = [_try(tool, name, device, cache, limit, {switch: on}) for on in ("1", "0")]
-    return {**compared(*both), "seconds": round(sum(told["seconds"] for told in both), 1)}
-
-
 def _try(
-    tool: str, name: str, device: str, cache: Path, limit: float, changes: dict[str, str]
+    tool: str, name: str, device: str, cache: str, limit: float, **changes: str
 ) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", name, "--device", device]
+    command += ["--tool", tool]
+    if tool == "memcheck":
+        options = ("--tool", "memcheck", "--error-exitcode", "99", "--print-limit", "5")
+        command = [sanitizer() or "compute-sanitizer", *options, *command]
+    sources = [str(ROOT / "packages" / package / "src") for package in OURS]
+    path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": f"{cache}/{tool}"}
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command_of(tool, name, device),
-            env={**environment_of(tool, cache), **changes},
+            command,
+            env={**os.environ, **own, **TOOLS[tool], **changes},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             timeout=limit,
         )
-        told = outcome_of(done.returncode, done.stdout)
+        told = outcome_of(done.returncode, done.stdout.decode(errors="replace"))
     except subprocess.TimeoutExpired as slow:
-        said: Any = slow.stdout or b""
-        text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-        told = {"outcome": "timeout", "end": text[-500:]}
+        told = {"outcome": "timeout", "end": (slow.stdout or b"").decode(errors="replace")[-500:]}
     return {**told, "seconds": round(time.monotonic() - began, 1)}
+
+
+def try_case(tool: str, name: str, device: str, cache: str, limit: float) -> dict[str, Any]:
+    if tool != "fpsan":
+        return _try(tool, name, device, cache, limit)
+    switch = ALGEBRA[name].switch
+    both = [_try(tool, name, device, cache, limit, **{switch: on}) for on in ("1", "0")]
+    return {**compared(*both), "seconds": round(sum(told["seconds"] for told in both), 1)}
 
 
 def sanitize(
     tool: str, names: list[str], device: str, jobs: int, seconds: float, limit: float
 ) -> dict[str, Any]:
     """Try cases side by side; return what is said of each."""
-    if tool == "memcheck" and sanitizer() is None:
-        return {name: {"outcome": "not run", "why": "no compute-sanitizer"} for name in names}
-    if tool == "fpsan" and not has_fpsan():
-        return {name: {"outcome": "not run", "why": "this Triton has no FpSan"} for name in names}
+    why = "no compute-sanitizer" if tool == "memcheck" and sanitizer() is None else ""
+    why = "this Triton has no FpSan" if tool == "fpsan" and not has_fpsan() else why
+    if why:
+        return {name: {"outcome": "not run", "why": why} for name in names}
     end = time.monotonic() + seconds
     found = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
@@ -233,7 +212,7 @@ def sanitize(
             left = end - time.monotonic()
             if left < 5:
                 return {"outcome": "not run", "why": "the time was up"}
-            return try_case(tool, name, device, Path(folder), min(limit, left))
+            return try_case(tool, name, device, folder, min(limit, left))
 
         for name, told in zip(names, pool.map(one, names), strict=True):
             found[name] = told
@@ -243,8 +222,11 @@ def sanitize(
     return found
 
 
-def cases_of(tool: str) -> dict[str, Any]:
-    return dict(ALGEBRA if tool == "fpsan" else CASES)
+# ---- files
+
+
+def cases_of(tool: str) -> dict[str, Case]:
+    return {**(ALGEBRA if tool == "fpsan" else CASES)}
 
 
 def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -268,69 +250,53 @@ def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
                 cases[name] = {"commit": file["commit"], **told}
     found = {name: cases[name] for name in cases_of(head["tool"]) if name in cases}
     (most, _), *others = Counter(told["commit"] for told in found.values()).most_common()
-    head["commit"] = ", ".join([most, *(f"{n} of them {commit}" for commit, n in others)])
-    return head | {"counts": counts_of(found), "cases": found}
+    return with_counts(head, ", ".join([most, *(f"{n} of them {x}" for x, n in others)]), found)
 
 
-def counts_of(found: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Return how many cases had each outcome."""
-    return dict(Counter(told["outcome"] for told in found.values()))
+def with_counts(head: dict[str, Any], commit: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """Return what is written: the machine, how many cases had each outcome, and the cases."""
+    counts = Counter(told["outcome"] for told in cases.values())
+    return {**head, "commit": commit, "counts": dict(counts), "cases": cases}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, has_cases=True)
     parser.add_argument("--tool", choices=TOOLS, default="consan")
-    parser.add_argument("--package", default="", help="cases of one package")
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=470, help="of all cases together")
     parser.add_argument("--limit", type=float, default=180, help="seconds of one case")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--case", help="run this one here, as the others do in their processes")
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
     parser.add_argument(
         "--merge", type=Path, nargs="+", metavar="FILE", help="write the first from the others"
     )
     given = parser.parse_args()
+    names = [case.name for case in chosen(cases_of(given.tool).values(), given)]
     if given.case:
         run_case(given.case, given.device, given.tool)
         return
-    if given.merge:
-        out, *files = given.merge
-        if not files:
-            parser.error("--merge takes the file to write, and those to merge")
-        write(merged([json.loads(file.read_text()) for file in files]), out)
-        return
-    names = [
-        name
-        for name, case in cases_of(given.tool).items()
-        if given.package in case.package and any(part in name for part in given.only)
-    ]
     if given.list:
         print(*names, sep="\n")
         return
-    found = sanitize(given.tool, names, given.device, given.jobs, given.seconds, given.limit)
-    first: dict[str, Any] = next((t for t in found.values() if "torch" in t), {})
-    head = {"tool": given.tool, "commit": commit()}
-    head |= {key: first[key] for key in MACHINE if key in first}
-    for told in found.values():
-        for key in MACHINE:
-            told.pop(key, None)
-        if told["outcome"] == "clean":
-            # errors.py measures
-            told.pop("results", None)
-            told.pop("exact", None)
-    counts = counts_of(found)
-    write({**head, "counts": counts, "cases": found}, given.json)
-    sys.exit(bool(set(counts) - {"clean", "not run"}))
-
-
-def write(told: dict[str, Any], path: Path | None) -> None:
-    """Print what was found but for its cases, and write it all to a file, if there is one."""
-    if path:
-        path.write_text(json.dumps(told, indent=1) + "\n")
+    if given.merge:
+        given.json, *files = given.merge
+        if not files:
+            parser.error("--merge takes the file to write, and those to merge")
+        told = merged([json.loads(file.read_text()) for file in files])
+    else:
+        found = sanitize(given.tool, names, given.device, given.jobs, given.seconds, given.limit)
+        first: dict[str, Any] = next((t for t in found.values() if "torch" in t), {})
+        head = {"tool": given.tool} | {key: first[key] for key in MACHINE if key in first}
+        for one in found.values():
+            # errors.py measures what is clean
+            gone = (*MACHINE, *(("results", "exact") if one["outcome"] == "clean" else ()))
+            for key in gone:
+                one.pop(key, None)
+        told = with_counts(head, commit(), found)
+    write(told, given.json)
     print(json.dumps({key: value for key, value in told.items() if key != "cases"}))
+    if not given.merge:
+        sys.exit(bool(set(told["counts"]) - {"clean", "not run"}))
 
 
 if __name__ == "__main__":

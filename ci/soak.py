@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mutants import ROOT, commit
+from results import ROOT, commit
 
 EXAMPLES = ROOT / "packages" / "prefix-prefill" / "examples"
 PROMPTS = 60
