@@ -472,7 +472,8 @@ def docs(session: nox.Session) -> None:
     site = BUILD / "docs"
     if session.posargs[:1] == ["--site"]:
         site = Path(session.posargs[1])
-    session.run("python", str(ROOT / "ci" / "pages.py"), f"--site={site}")
+    command = ("mkdocs", "build", "--strict", f"--config-file={ROOT / 'mkdocs.yml'}")
+    session.run(*command, f"--site-dir={site.resolve()}", env={"PYTHONPATH": str(ROOT / "ci")})
     if shutil.which("chromium") is None:
         session.warn("the pages were not looked at: no chromium was found")
         return

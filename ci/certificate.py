@@ -22,22 +22,10 @@ from mutants import explained
 from results import ROOT
 
 RESULTS = ROOT / "docs" / "certificate"
+TEMPLATE = ROOT / "ci" / "certificate.md"
 NOT_RUN = "not run"
 TOOLS = ("memcheck", "overflow", "consan")
 Told = dict[str, Any]
-HEAD = """# Certificate
-
-What was checked by machines, kernel by kernel. `nox -s certificate` writes this page from the JSON
-files in `docs/certificate/`. Each names the commit it was made from, with a plus sign if files
-differed from it. What the tools do, and what they cannot see, stands in
-[testing.md](testing.md#sanitizers-and-errors), the bounds in
-[numerics.md](numerics.md#error-bounds).
-
-"Not run" means exactly that. On a CPU "eager code" is the reference's arithmetic, not a kernel's,
-and "interpreted" is the portable kernel: the algorithm, without the rounding of products to 16
-bits, without registers, and without anything that happens at the same time. These tools cannot
-catch bugs of a compiler, or inputs unlike those of the cases.
-"""
 
 
 def load(folder: Path, kind: str) -> list[Told]:
@@ -188,48 +176,6 @@ def _commit(told: Told) -> str:
     return f"`{told['commit']}`"
 
 
-PAGE = """{HEAD}
-## Made from
-
-{made}
-
-## Kernels
-
-Outcomes of the cases of each kernel and tile, and how many there are. The error is the
-largest of all elements.
-
-{kernels}{findings}
-
-## Same algebra
-
-Forwards by the kernel for Hopper and by the portable one, built with FpSan: both outputs
-have to have the bits of the definition, softmax over all keys at once.
-
-{algebra}
-
-## Measured error over bound
-
-Quantiles over the elements of a result, of each the largest of all cases.
-
-{distribution}
-
-## Generated mistakes
-
-{mutants}
-
-## The law
-
-Random chunks and decodes by prefix-prefill, held to the bits of a training forward by
-flash-attn-triton: [the law of `invariant=True`](numerics.md#the-law-of-invarianttrue).
-
-{law}
-
-## Soak
-
-{soak}
-"""
-
-
 def text(folder: Path) -> str:
     """Return the certificate of the results in a folder."""
     tools = {told["tool"]: told for told in load(folder, "sanitize")}
@@ -237,8 +183,7 @@ def text(folder: Path) -> str:
     parts = [*((f"sanitize, tool {tool}", told) for tool, told in tools.items())]
     parts += [("errors", told) for told in errors]
     same = ([*group, outcomes(tools.get("fpsan"), n)] for group, n in groups(ALGEBRA).items())
-    return PAGE.format(
-        HEAD=HEAD,
+    return TEMPLATE.read_text().format(
         made=table("part | on | commit", ([name, machine(x), _commit(x)] for name, x in parts)),
         kernels=kernels(tools, errors),
         findings=findings(tools),

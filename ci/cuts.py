@@ -13,7 +13,6 @@ page size with some others, as each of these has kernels of its own, which take 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -25,9 +24,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from device_calls import load
+from results import about, commit, parser_of, write
 
 HEADS = 4
 # how a round's scores are made
@@ -55,8 +56,7 @@ class Size:
 SMALL = Size((40, 100), (16, 24), 2, 8, on_cpu=True)
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What rounds have in common that share kernels."""
 
     dtype: str
@@ -66,6 +66,12 @@ class Form:
     has_sinks: bool
     page: int
 
+    @property
+    def names(self) -> list[str]:
+        """What it is about, for the counts."""
+        also = ["sinks"] * self.has_sinks + ["FP8 cache"] * self.fp8 + [f"page {self.page}"]
+        return [self.dtype, f"head_dim {self.head_dim}", *self.options, *also]
+
 
 def forms(draw: random.Random, size: Size, has_fp8: bool) -> Iterator[Form]:
     """Return forms without end; any few of them have different values of everything."""
@@ -73,7 +79,7 @@ def forms(draw: random.Random, size: Size, has_fp8: bool) -> Iterator[Form]:
     if has_fp8:
         # the interpreter cuts numbers off where bf16 rounds
         dtypes.append(("float16" if size.on_cpu else "bfloat16", True))
-    lists: list[list[Any]] = [list(dtypes), list(size.head_dims), list(OPTIONS), list(PAGES)]
+    lists: list[list[Any]] = [dtypes, list(size.head_dims), list(OPTIONS), list(PAGES)]
     for values in lists:
         draw.shuffle(values)
     for i in itertools.count():
@@ -86,34 +92,36 @@ class Round:
     """Sequences, their options, and what a training forward makes of them."""
 
     device: Any
-    dtype: Any
-    options: dict[str, Any]
-    sinks: Any
-    fp8: bool
+    form: Form
+    sinks: Any = None
     q: list[Any] = field(default_factory=list)
     k: list[Any] = field(default_factory=list)
     v: list[Any] = field(default_factory=list)
-    # keys and values as an FP8 cache holds them, and by what they are multiplied
-    stored: tuple[list[Any], list[Any]] | None = None
-    descales: tuple[Any, Any] | None = None
+    # keys and values as the cache holds them, and by what they are multiplied, if it is of FP8
+    stored: list[list[Any]] = field(default_factory=list)
+    descales: tuple[Any, ...] = (None, None)
     out: Any = ()
     lse: Any = ()
 
-    @property
-    def names(self) -> list[str]:
-        """What the round is about, for the counts."""
-        made = [str(self.dtype).removeprefix("torch."), f"head_dim {self.q[0].shape[2]}"]
-        made += [*self.options, *(["sinks"] if self.sinks is not None else [])]
-        return [*made, *(["FP8 cache"] if self.fp8 else [])]
+    def ints(self, values: Sequence[int]) -> Any:
+        import torch
+
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def starts(self, lengths: Sequence[int]) -> Any:
+        return self.ints([0, *itertools.accumulate(lengths)])
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Queries ``[begin, end)`` of a sequence."""
 
     which: int
     begin: int
     end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
 
 
 def make_round(draw: random.Random, device: Any, size: Size, form: Form) -> Round:
@@ -121,24 +129,21 @@ def make_round(draw: random.Random, device: Any, size: Size, form: Form) -> Roun
 
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     dtype, heads_k = getattr(torch, form.dtype), draw.choice([1, 2, 4])
-
-    def randn(*shape: int) -> Any:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    sinks = torch.randn(HEADS, generator=generator).to(device) if form.has_sinks else None
-    made = Round(device, dtype, form.options, sinks, form.fp8)
+    made = Round(device, form)
+    if form.has_sinks:
+        made.sinks = torch.randn(HEADS, generator=generator).to(device)
     longest = draw.choice(size.longest)
     for _ in range(size.sequences):
         n = draw.randint(1, longest)
-        made.q.append(randn(n, HEADS, form.head_dim))
-        made.k.append(randn(n, heads_k, form.head_dim))
-        made.v.append(randn(n, heads_k, form.head_dim))
+        for xs, heads in ((made.q, HEADS), (made.k, heads_k), (made.v, heads_k)):
+            x = torch.randn(n, heads, form.head_dim, generator=generator)
+            xs.append(x.to(device, dtype))
+    made.stored = [made.k, made.v]
     if form.fp8:
-        scales = [(torch.rand(heads_k, generator=generator) + 0.3).to(device) for _ in "kv"]
-        made.descales = scales[0], scales[1]
-        made.stored = [], []
-        for xs, stored, scale in zip((made.k, made.v), made.stored, scales, strict=True):
-            stored += [x.to(torch.float8_e4m3fn) for x in xs]
+        scales = [torch.rand(heads_k, generator=generator) + 0.3 for _ in "kv"]
+        made.descales = scales[0].to(device), scales[1].to(device)
+        made.stored = [[x.to(torch.float8_e4m3fn) for x in xs] for xs in (made.k, made.v)]
+        for xs, stored, scale in zip((made.k, made.v), made.stored, made.descales, strict=True):
             xs[:] = [(x.float() * scale[:, None]).to(dtype) for x in stored]
     return made
 
@@ -146,23 +151,14 @@ def make_round(draw: random.Random, device: Any, size: Size, form: Form) -> Roun
 def train(made: Round) -> None:
     """Compute whole sequences, packed, by flash-attn-triton."""
     import torch
-    from flash_attn_triton import flash_attn_varlen_func
 
     lengths = [len(q) for q in made.q]
-    starts = offsets(lengths, made.device)
-    q, k, v = (torch.cat(x) for x in (made.q, made.k, made.v))
-    options = {**made.options, "causal": True, "invariant": True, "return_lse": True}
-    result: Any = flash_attn_varlen_func(
-        q, k, v, starts, starts, max(lengths), max(lengths), sinks=made.sinks, **options
-    )
-    out, lse = result
+    packed = [torch.cat(x) for x in (made.q, made.k, made.v)]
+    sizes = [made.starts(lengths)] * 2 + [max(lengths)] * 2
+    options = {**made.form.options, "causal": True, "invariant": True, "return_lse": True}
+    function = load("flash_attn_triton").flash_attn_varlen_func
+    out, lse = function(*packed, *sizes, sinks=made.sinks, **options)
     made.out, made.lse = out.split(lengths), lse.split(lengths, 1)
-
-
-def offsets(lengths: Sequence[int], device: Any) -> Any:
-    import torch
-
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def cut(made: Round, draw: random.Random) -> list[Chunk]:
@@ -178,29 +174,27 @@ def cut(made: Round, draw: random.Random) -> list[Chunk]:
 
 def batches(chunks: list[Chunk], draw: random.Random) -> Iterator[list[Chunk]]:
     """Share chunks out to calls of random sizes; half of the times those of one query first."""
-    left = sorted(chunks, key=lambda c: c.end - c.begin > 1) if draw.random() < 0.5 else chunks
+    left = sorted(chunks, key=lambda c: c.length > 1) if draw.random() < 0.5 else chunks
     while left:
         size = draw.randint(1, len(left))
         yield left[:size]
         left = left[size:]
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Pages, and a table of them for each chunk."""
+def cache_of(
+    made: Round, chunks: list[Chunk], held: list[int], page: int, draw: random.Random
+) -> tuple[Any, Any, Any]:
+    """Put so many keys of each chunk's sequence into pages in no order; the rest is NaN.
 
-    k: Any
-    v: Any
-    table: Any
-
-
-def cache_of(made: Round, chunks: list[Chunk], held: list[int], page: int, draw: Any) -> Cache:
-    """Put so many keys of each chunk's sequence into pages in no order; the rest is NaN."""
+    Returns the pages of keys and of values, and their table, which has an entry for each page that
+    a chunk's keys need, new ones included.
+    """
     import torch
 
-    counts = [-(-n // page) for n in held]
-    order = draw.sample(range(sum(counts) + 2), sum(counts))
-    table = torch.full((len(chunks), max(1, *counts)), sum(counts) + 1, dtype=torch.int32)
+    counts, ends = ([-(-n // page) for n in ns] for ns in (held, [c.end for c in chunks]))
+    total = sum(counts)
+    order = draw.sample(range(total + 2), total)
+    table = torch.full((len(chunks), max(1, *counts, *ends)), total + 1, dtype=torch.int32)
     slots = []
     for b, n in enumerate(held):
         pages = torch.tensor([order.pop() for _ in range(counts[b])], dtype=torch.int64)
@@ -208,32 +202,29 @@ def cache_of(made: Round, chunks: list[Chunk], held: list[int], page: int, draw:
         keys = torch.arange(n)
         slots.append((pages[keys // page] * page + keys % page).to(made.device))
     caches = []
-    for xs in made.stored or (made.k, made.v):
-        cache = torch.full((sum(counts) + 2, page, *xs[0].shape[1:]), float("nan"))
+    for xs in made.stored:
+        cache = torch.full((total + 2, page, *xs[0].shape[1:]), float("nan"))
         cache = cache.to(made.device, xs[0].dtype)
         # indexing knows no FP8
-        flat, kind = (cache.view(torch.uint8), torch.uint8) if made.fp8 else (cache, made.dtype)
+        kind = torch.uint8 if made.form.fp8 else cache.dtype
         for chunk, where, n in zip(chunks, slots, held, strict=True):
-            flat.flatten(0, 1)[where] = xs[chunk.which][:n].view(kind)
+            cache.view(kind).flatten(0, 1)[where] = xs[chunk.which][:n].view(kind)
         caches.append(cache)
-    return Cache(caches[0], caches[1], table.to(made.device))
+    return caches[0], caches[1], table.to(made.device)
 
 
-def packed(cache: Cache, itemsize: int) -> Cache:
+def packed(k: Any, v: Any) -> tuple[Any, Any]:
     """Return a cache in the packed layout."""
-    x = 16 // itemsize
-    k = cache.k.permute(0, 2, 3, 1).unflatten(2, (-1, x)).transpose(3, 4).contiguous()
-    return Cache(k, cache.v.permute(0, 2, 3, 1).contiguous(), cache.table)
+    k = k.permute(0, 2, 3, 1).unflatten(2, (-1, 16 // k.element_size()))
+    return k.transpose(3, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
 
 
-def rows(made: Round, chunks: list[Chunk]) -> tuple[Any, Any, Any]:
+def rows(made: Round, chunks: list[Chunk]) -> list[Any]:
     """Return the queries, keys and values of chunks."""
     import torch
 
-    q, k, v = (
-        torch.cat([x[c.which][c.begin : c.end] for c in chunks]) for x in (made.q, made.k, made.v)
-    )
-    return q, k, v
+    whole = made.q, made.k, made.v
+    return [torch.cat([x[c.which][c.begin : c.end] for c in chunks]) for x in whole]
 
 
 # ---- what serves a batch; each returns (out, lse), of which lse may be None
@@ -241,75 +232,45 @@ def rows(made: Round, chunks: list[Chunk]) -> tuple[Any, Any, Any]:
 
 def by_pages(made: Round, chunks: list[Chunk], page: int, draw: random.Random) -> tuple[Any, Any]:
     """``paged_attn_func``, with all keys in the cache or new ones beside it, in either layout."""
-    import torch
-    from prefix_prefill import paged_attn_func
-
-    dense = not made.fp8 and draw.random() < 0.5
+    dense = not made.form.fp8 and draw.random() < 0.5
     q, k, v = rows(made, chunks)
-    ends = [c.end for c in chunks]
-    cache = cache_of(made, chunks, [c.begin for c in chunks] if dense else ends, page, draw)
+    lengths, ends = [c.length for c in chunks], [c.end for c in chunks]
+    held = [c.begin for c in chunks] if dense else ends
+    *cache, table = cache_of(made, chunks, held, page, draw)
     if q.shape[2] % 16 == 0 and draw.random() < 0.3:
-        cache = packed(cache, cache.k.element_size())
-    lengths = [c.end - c.begin for c in chunks]
+        cache = [*packed(*cache)]
     given: dict[str, Any] = {"k": k, "v": v} if dense else {}
-    if made.descales is not None:
-        given |= {"k_descale": made.descales[0], "v_descale": made.descales[1]}
-    out, lse = paged_attn_func(
-        q,
-        cache.k,
-        cache.v,
-        cache.table,
-        offsets(lengths, made.device),
-        torch.tensor(ends, dtype=torch.int32, device=made.device),
-        max(lengths),
-        max(ends),
-        sinks=made.sinks,
-        **given,
-        **made.options,
-        invariant=True,
-        return_lse=True,
-    )
+    if made.form.fp8:
+        given = dict(zip(("k_descale", "v_descale"), made.descales, strict=True))
+    sizes = made.starts(lengths), made.ints(ends), max(lengths), max(ends)
+    options = {**made.form.options, "invariant": True, "return_lse": True}
+    function = load("prefix_prefill").paged_attn_func
+    out, lse = function(q, *cache, table, *sizes, sinks=made.sinks, **given, **options)
     return out, lse
 
 
 def by_dropin(made: Round, chunks: list[Chunk], page: int, draw: random.Random) -> tuple[Any, None]:
     """One of the two drop-ins; a sequence of one query has its newest key in the cache."""
     import torch
-    from prefix_prefill import chunked_prefill_paged_decode, context_attention_fwd
 
-    functions: list[Any] = [chunked_prefill_paged_decode, context_attention_fwd]
-    function = draw.choice(functions)
-    dense = not made.fp8 and draw.random() < 0.5
+    name = draw.choice(["chunked_prefill_paged_decode", "context_attention_fwd"])
+    dense = not made.form.fp8 and draw.random() < 0.5
     q, k, v = rows(made, chunks)
-    lengths, ends = [c.end - c.begin for c in chunks], [c.end for c in chunks]
+    lengths, ends = [c.length for c in chunks], [c.end for c in chunks]
     held = ends
     if dense:
-        in_cache = function is functions[0]
-        held = [c.end if in_cache and c.end - c.begin == 1 else c.begin for c in chunks]
+        in_cache = name == "chunked_prefill_paged_decode"
+        held = [c.end if in_cache and c.length == 1 else c.begin for c in chunks]
     cache = cache_of(made, chunks, held, page, draw)
-    if held != ends:
-        # every chunk needs as many entries as its keys, new ones included
-        more = max(-(-end // page) for end in ends) - cache.table.shape[1]
-        table = torch.nn.functional.pad(cache.table, (0, max(0, more)), value=len(cache.k) - 1)
-        cache = Cache(cache.k, cache.v, table)
-    left = made.options.get("window_size", (-1, 0))[0]
+    left = made.form.options.get("window_size", (-1, 0))[0]
     out = torch.full_like(q, float("nan"))
-    function(
-        q,
-        k if dense else None,
-        v if dense else None,
-        out,
-        "fp8" if made.fp8 else "auto",
-        cache.k,
-        cache.v,
-        cache.table,
-        offsets(lengths, made.device),
-        torch.tensor(ends, dtype=torch.int32, device=made.device),
-        draw.choice([None, max(ends)]),
-        max(lengths),
-        *(made.descales or (None, None)),
+    getattr(load("prefix_prefill"), name)(
+        *(q, k if dense else None, v if dense else None, out),
+        "fp8" if made.form.fp8 else "auto",
+        *(*cache, made.starts(lengths), made.ints(ends)),
+        *(draw.choice([None, max(ends)]), max(lengths), *made.descales),
         sliding_window=left + 1 if left >= 0 else None,
-        sm_scale=made.options.get("softmax_scale"),
+        sm_scale=made.form.options.get("softmax_scale"),
         sinks=made.sinks,
         invariant=True,
     )
@@ -320,50 +281,32 @@ def by_appending(
     made: Round, chunks: list[Chunk], page: int, draw: random.Random
 ) -> tuple[Any, Any]:
     """``flash_attn_with_kvcache``, over pages or over rows; all chunks have one length."""
-    import torch
-    from prefix_prefill import flash_attn_with_kvcache
-
-    q, k, v = rows(made, chunks)
-    length = chunks[0].end - chunks[0].begin
-    begins = torch.tensor([c.begin for c in chunks], dtype=torch.int32, device=made.device)
+    q, k, v = (x.unflatten(0, (-1, chunks[0].length)) for x in rows(made, chunks))
     given: dict[str, Any] = {}
     ends = [c.end for c in chunks]
     if draw.random() < 0.5:
-        pages = cache_of(made, chunks, ends, page, draw)
-        caches, given["block_table"] = [pages.k, pages.v], pages.table
+        *caches, given["block_table"] = cache_of(made, chunks, ends, page, draw)
     else:
         slots = max(ends) + draw.randint(0, 3)
-        caches = [
-            x[0].new_full((len(chunks), slots, *x[0].shape[1:]), float("nan"))
-            for x in (made.k, made.v)
-        ]
-        for cache, xs in zip(caches, (made.k, made.v), strict=True):
+        caches = []
+        for xs in (made.k, made.v):
+            cache = xs[0].new_full((len(chunks), slots, *xs[0].shape[1:]), float("nan"))
             for b, chunk in enumerate(chunks):
                 cache[b, : chunk.begin] = xs[chunk.which][: chunk.begin]
-    q, k, v = (x.unflatten(0, (-1, length)) for x in (q, k, v))
-    out, lse = flash_attn_with_kvcache(
-        q,
-        caches[0],
-        caches[1],
-        k,
-        v,
-        cache_seqlens=begins,
-        causal=True,
-        **given,
-        **made.options,
-        invariant=True,
-        return_softmax_lse=True,
-    )
+            caches.append(cache)
+    given["cache_seqlens"] = made.ints([c.begin for c in chunks])
+    options = {**made.form.options, "causal": True, "invariant": True}
+    function = load("prefix_prefill").flash_attn_with_kvcache
+    out, lse = function(q, *caches, k, v, **given, **options, return_softmax_lse=True)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 def ways(made: Round, chunks: list[Chunk]) -> list[Any]:
     """Return the functions that can serve a batch."""
     found: list[Any] = [by_pages]
-    if "softcap" not in made.options:
+    if "softcap" not in made.form.options:
         found.append(by_dropin)
-    same = len({c.end - c.begin for c in chunks}) == 1
-    if made.sinks is None and not made.fp8 and same:
+    if made.sinks is None and not made.form.fp8 and len({c.length for c in chunks}) == 1:
         found += 2 * [by_appending]
     return found
 
@@ -377,7 +320,7 @@ def differing(made: Round, chunks: list[Chunk], out: Any, lse: Any) -> list[Chun
 
     found, at = [], 0
     for chunk in chunks:
-        part, mine = slice(chunk.begin, chunk.end), slice(at, at + chunk.end - chunk.begin)
+        part, mine = slice(chunk.begin, chunk.end), slice(at, at + chunk.length)
         same = torch.equal(out[mine], made.out[chunk.which][part])
         if lse is not None:
             same &= torch.equal(lse[:, mine], made.lse[chunk.which][:, part])
@@ -386,9 +329,7 @@ def differing(made: Round, chunks: list[Chunk], out: Any, lse: Any) -> list[Chun
     return found
 
 
-def check_cuts(
-    device: str, cuts: int, seconds: float, seed: int, size: Size, *, tell: bool = False
-) -> dict[str, Any]:
+def check_cuts(device: str, cuts: int, seconds: float, seed: int, size: Size) -> dict[str, Any]:
     """Make that many cuts, or as many as the time allows; return what was found."""
     from attn_common import detect
 
@@ -397,13 +338,11 @@ def check_cuts(
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     done = rounds = until = 0
-    has_fp8 = size.on_cpu or detect(device).supports_fp8
-    drawn = forms(draw, size, has_fp8)
+    drawn = forms(draw, size, size.on_cpu or detect(device).supports_fp8)
     while done < cuts and time.monotonic() - begin < seconds:
         if done >= until:
             form, until = next(drawn), done + size.cuts
-            if tell:
-                print(f"{done} cuts, {len(wrong)} differ; next {form}", flush=True)
+            print(f"{done} cuts, {len(wrong)} differ; next {form}", file=sys.stderr, flush=True)
         made = make_round(draw, device, size, form)
         train(made)
         for some in batches(cut(made, draw), draw):
@@ -411,61 +350,35 @@ def check_cuts(
             out, lse = way(made, some, form.page, draw)
             for chunk in differing(made, some, out, lse):
                 wrong.append(f"round {rounds}: {way.__name__} {form} {chunk}")
-            counts.update({name: len(some) for name in [*made.names, way.__name__]})
-            counts[f"page {form.page}"] += len(some)
+            counts.update({name: len(some) for name in [*form.names, way.__name__]})
             done += len(some)
         rounds += 1
-    took = time.monotonic() - begin
     told = {"cuts": done, "differing": len(wrong), "first": wrong[:20], "rounds": rounds}
-    return {**told, "seconds": round(took, 1), "seed": seed, "with": dict(sorted(counts.items()))}
+    return {**told, "seed": seed, "with": dict(counts)}
 
 
-def side_by_side(
-    jobs: int, device: str, cuts: int, seconds: float, seed: int, size: Size
-) -> dict[str, Any]:
-    """Share the cuts among processes, whose seeds follow ``seed``; return what all found.
-
-    A process spends most of its time building kernels.
-    """
-    share = -(-cuts // jobs)
-    begin = time.monotonic()
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        begun = [
-            pool.submit(check_cuts, device, share, seconds, seed + i, size) for i in range(jobs)
-        ]
-        found = [one.result() for one in begun]
-    counts: Counter[str] = Counter()
-    for one in found:
-        counts.update(one["with"])
-    told = {name: sum(one[name] for one in found) for name in ("cuts", "differing", "rounds")}
-    told["first"] = [wrong for one in found for wrong in one["first"]][:20]
-    took = round(time.monotonic() - begin, 1)
-    seeds = [one["seed"] for one in found]
-    return {**told, "seconds": took, "seed": seeds, "with": dict(sorted(counts.items()))}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cuts", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, which share the cuts")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    given = parser.parse_args(arguments)
-    from results import about, commit
-
+    given = parser.parse_args()
     size = SMALL if given.device == "cpu" else Size()
-    asked = given.device, given.cuts, given.seconds, given.seed, size
-    if given.jobs > 1:
-        told = side_by_side(given.jobs, *asked)
-    else:
-        told = check_cuts(*asked, tell=True)
-    told = {"commit": commit(), **about(), **told}
-    if given.device == "cpu":
-        told["device"] = "cpu"
-    if given.json:
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    begin, share = time.monotonic(), -(-given.cuts // given.jobs)
+    # a process spends most of its time building kernels
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        asked = given.device, share, given.seconds
+        begun = [pool.submit(check_cuts, *asked, given.seed + i, size) for i in range(given.jobs)]
+        found = [one.result() for one in begun]
+    told: dict[str, Any] = {"commit": commit(), **about(given.device)}
+    told |= {name: sum(one[name] for one in found) for name in ("cuts", "differing", "rounds")}
+    told["first"] = [wrong for one in found for wrong in one["first"]][:20]
+    told |= {"seconds": round(time.monotonic() - begin, 1), "seed": [x["seed"] for x in found]}
+    counts = sum((Counter(one["with"]) for one in found), Counter[str]())
+    told["with"] = dict(sorted(counts.items()))
+    write(told, given.json)
     print(json.dumps(told, indent=1))
     sys.exit(bool(told["differing"]) or told["cuts"] < given.cuts)
 

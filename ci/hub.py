@@ -20,13 +20,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-from index import File, newest, read
-from packaging.requirements import Requirement
+from index import File, newest
 from packaging.utils import canonicalize_name
+from results import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMON = "attn-common"
-# what runs the same files: kernels on GPUs, the definition on a CPU
+# what runs the same files: kernels on GPUs, the reference on a CPU
 BACKENDS = ("cpu", "cuda", "rocm")
 # what comes with the library's environment, and what metadata may ask for beside it
 GIVEN = {"torch", "triton"}
@@ -55,86 +54,60 @@ def inward(path: str, source: bytes) -> bytes:
     return text.encode()
 
 
-def requirements(file: File) -> set[str]:
-    """Return the names of what a wheel requires."""
-    return {
-        canonicalize_name(Requirement(text).name)
-        for text in file.metadata.get_all("Requires-Dist", [])
-        if "extra ==" not in text
-    }
+def export(file: File, common: File, hub: Path) -> str:
+    """Write one package's folder, in place of an earlier export, and return a line for it.
 
-
-def export(file: File, common: File, hub: Path) -> Path:
-    """Write one package's folder and return it."""
-    depends, licence = sorted(requirements(file) & NAMED), str(file.metadata["License-Expression"])
+    Raises:
+        ValueError: the folder holds something else.
+    """
+    required = {canonicalize_name(name) for name in file.requirements}
+    if beyond := required - GIVEN - NAMED - {COMMON}:
+        asked = ", ".join(sorted(beyond))
+        return f"{file.project} is not exported: the hub's metadata cannot ask for {asked}"
+    folder = hub / file.project
+    if folder.exists():
+        if not folder.is_dir() or {path.name for path in folder.iterdir()} - {"build", "README.md"}:
+            raise ValueError(f"{folder} is no earlier export: it is not deleted")
+        shutil.rmtree(folder)
+    licence = str(file.metadata["License-Expression"])
     found = {path: inward(path, source) for path, source in modules(file).items()}
     found |= {f"{VENDORED}/{path}": source for path, source in modules(common).items()}
     digest = hashlib.sha256()
     for path in sorted(found):
         digest.update(path.encode() + b"\0" + found[path] + b"\0")
-    folder = hub / file.project
     for backend in BACKENDS:
-        variant = folder / "build" / f"torch-{backend}"
-        for path, source in found.items():
-            (variant / path).parent.mkdir(parents=True, exist_ok=True)
-            (variant / path).write_bytes(source)
         name = file.project.replace("-", "_")
         metadata = {
             "name": file.project,
             "id": f"_{name}_{backend}_{digest.hexdigest()[:12]}",
             "version": file.version.major,
             "license": licence,
-            "python-depends": depends,
+            "python-depends": sorted(required & NAMED),
             "backend": {"type": backend},
         }
-        (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        text = json.dumps(metadata, indent=2) + "\n"
+        for path, source in {**found, "metadata.json": text.encode()}.items():
+            to = folder / "build" / f"torch-{backend}" / path
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_bytes(source)
     card = f"---\nlibrary_name: kernels\nlicense: {licence.lower()}\n---\n\n"
     (folder / "README.md").write_text(card + str(file.metadata.get_payload() or ""))
-    return folder
+    return f"{file.project}: {folder}"
 
 
-def clear(folder: Path) -> None:
-    """Delete what an earlier export wrote.
-
-    Raises:
-        ValueError: the folder holds something else.
-    """
-    if not folder.exists():
-        return
-    if not folder.is_dir() or {path.name for path in folder.iterdir()} - {"build", "README.md"}:
-        raise ValueError(f"{folder} is no earlier export: it is not deleted")
-    shutil.rmtree(folder)
-
-
-def write(files: Path, hub: Path) -> list[str]:
-    """Write the folders of all packages, and return a line for each."""
-    wheels = [read(path) for path in sorted(files.glob("*.whl"))]
-    common = newest(wheels, COMMON)
-    lines = []
-    for project in sorted({file.project for file in wheels} - {COMMON}):
-        file = newest(wheels, project)
-        if beyond := requirements(file) - GIVEN - NAMED - {COMMON}:
-            asked = ", ".join(sorted(beyond))
-            lines.append(f"{project} is not exported: the hub's metadata cannot ask for {asked}")
-            continue
-        clear(hub / project)
-        lines.append(f"{project}: {export(file, common, hub)}")
-    return lines
-
-
-def main(arguments: list[str]) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Write our wheels as kernels for the hub.")
     parser.add_argument("--files", type=Path, default=ROOT / "dist", help="folder of our wheels")
     parser.add_argument("--hub", type=Path, default=ROOT / "hub", help="folder to write into")
-    found = parser.parse_args(arguments)
+    given = parser.parse_args()
     try:
-        lines = write(found.files, found.hub)
+        wheels = [File(path) for path in sorted(given.files.glob("*.whl"))]
+        common = newest(wheels, COMMON)
+        for project in sorted({file.project for file in wheels} - {COMMON}):
+            print(export(newest(wheels, project), common, given.hub))
     except ValueError as error:
-        print(f"hub: {error}", file=sys.stderr)
-        return 1
-    print("\n".join(lines))
-    return 0
+        sys.exit(f"hub: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -118,15 +119,12 @@ class _Finder(ast.NodeVisitor):
             self.add("condition", node, begin, end, self.text(node.operand))
         self.generic_visit(node)
 
-    def visit_If(self, node: ast.If) -> None:
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
         if isinstance(node.test, ast.Name | ast.Attribute):
             self.add("condition", node.test, *self.span(node.test), f"not {self.text(node.test)}")
         self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        if isinstance(node.test, ast.Name | ast.Attribute):
-            self.add("condition", node.test, *self.span(node.test), f"not {self.text(node.test)}")
-        self.generic_visit(node)
+    visit_IfExp = visit_If
 
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
@@ -217,14 +215,9 @@ def mutations_of(path: Path, file: str, *, every_function: bool = False) -> list
 
 def sample(found: Sequence[Mutation], seed: int) -> Iterator[Mutation]:
     """Return mutations in a random order that takes one of each file in turn."""
+    draw = random.Random(seed)
     files: dict[str, list[Mutation]] = {}
-    for mutation in found:
+    for mutation in draw.sample(found, len(found)):
         files.setdefault(mutation.file, []).append(mutation)
-    for number, mutations in enumerate(files.values()):
-        random.Random(f"{seed} {number}").shuffle(mutations)
-    order = list(files.values())
-    random.Random(seed).shuffle(order)
-    while any(order):
-        for mutations in order:
-            if mutations:
-                yield mutations.pop()
+    rounds = itertools.zip_longest(*files.values())
+    return (mutation for each in rounds for mutation in each if mutation)

@@ -1,40 +1,27 @@
-"""Lay out the documents of the repository as a site, and build it with MkDocs.
-
-Usage: python ci/pages.py [--site build/docs] [--repository ADDRESS]
+"""Lay out the documents of the repository as a site: a hook of MkDocs, which mkdocs.yml names.
 
 The site mirrors the repository: a page is a document, at the path that it has there, so links from
-document to document stay as they are. Links to anything else lead to the repository's address, or
-become text where none is given. Two kinds of pages are made: the public functions of a package from
-their docstrings, and what was measured (``dashboard.py``).
+document to document stay as they are. Links to anything else lead to the repository's address
+(``ATTN_REPOSITORY_URL``), or become text where none is given. Two kinds of pages are made: the
+public functions of a package from their docstrings, and what was measured (``dashboard.py``).
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import dashboard
+from results import OURS, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "pages"
-DOCUMENTS = (
-    "*.md",
-    "docs/*.md",
-    "docs/coming-from/*.md",
-    "linked/*.md",
-    "packages/*/*.md",
-    "packages/*/docs/*.md",
-    "packages/*/benchmarks/*.md",
-)
-PICTURES = ("docs/images/*", "packages/*/docs/*.png", "packages/*/**/*.png", "packages/*/**/*.svg")
+DOCUMENTS = ["*.md", "docs/**/*.md", "linked/*.md"]
+DOCUMENTS += [f"packages/*/{folder}*.md" for folder in ("", "docs/", "benchmarks/")]
+PICTURES = ["docs/images/*", "packages/*/**/*.png", "packages/*/**/*.svg"]
 LINK = re.compile(r"(?<!\\)\[(?P<text>[^\]\n]*(?:\n[^\]\n]+)?)\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 # a list that follows a line of text: GitHub begins a list there, Markdown's rules do not
@@ -42,44 +29,37 @@ LIST = re.compile(r"^(?P<text>(?![-*|>#]|\d+\. |    )\S.*)\n(?=(?:[-*]|\d+\.) )"
 ROLE = re.compile(r":(?:func|class|mod|meth|attr):`[~.]?([\w.]+)`")
 BLOCK = re.compile(r"::$", re.MULTILINE)
 
-# in this order, then whatever else a package has
-PAGES = {
-    "README.md": "Overview",
-    "docs/tutorial.md": "Tutorial",
-    "docs/api.md": "Guide to the API",
-    "docs/reference.md": "Reference",
-    "docs/how-it-works.md": "How it works",
-}
+# in this order, then whatever else there is
 SHARED = {
     "docs/which-function.md": "Which function do I want?",
+    "docs/installing.md": "Installing",
     "docs/numerics.md": "Numerics",
     "docs/glossary.md": "Glossary",
     "docs/hopper-tutorial.md": "Hopper: tutorial",
     "docs/hopper-reference.md": "Hopper: reference",
     "docs/hopper-traps.md": "Hopper: traps",
 }
-
-Entry = dict[str, Any]
-
-
-def public_names(package: Path) -> list[str]:
-    """Return what a package exports, without importing it."""
-    (module,) = package.glob("src/*/__init__.py")
-    for node in ast.parse(module.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [str(name) for name in ast.literal_eval(node.value)]
-    raise ValueError(f"{module} has no __all__")
+OF_A_PACKAGE = {
+    "README.md": "Overview",
+    "docs/tutorial.md": "Tutorial",
+    "docs/api.md": "Guide to the API",
+    "docs/reference.md": "Reference",
+    "docs/how-it-works.md": "How it works",
+}
 
 
-def reference(package: Path) -> str:
-    """Return the page of a package's docstrings."""
-    (module,) = package.glob("src/*/__init__.py")
-    name = module.parent.name
-    lines = ["# Reference", "", f"What `{name}` exports, from its docstrings.", ""]
-    for export in sorted(public_names(package), key=str.lower):
-        if not export.startswith("__"):
-            lines += [f"::: {name}.{export}", ""]
-    return "\n".join(lines)
+def reference(package: str) -> str:
+    """Return the page of a package's docstrings: of what it exports, without importing it."""
+    name = package.replace("-", "_")
+    init = ROOT / "packages" / package / "src" / name / "__init__.py"
+    values = {
+        ast.unparse(node.targets[0]): node.value
+        for node in ast.parse(init.read_text()).body
+        if isinstance(node, ast.Assign)
+    }
+    exports = sorted(ast.literal_eval(values["__all__"]), key=str.lower)
+    lines = [f"::: {name}.{export}\n" for export in exports if not export.startswith("__")]
+    return "\n".join(["# Reference\n", f"What `{name}` exports, from its docstrings.\n", *lines])
 
 
 def markdown(docstring: str) -> str:
@@ -116,124 +96,59 @@ def rewrite(text: str, document: Path, staged: set[Path], repository: str) -> st
 def stage(repository: str) -> set[Path]:
     """Copy documents and pictures to ``build/pages/docs``; return the pages."""
     shutil.rmtree(STAGE, ignore_errors=True)
-    sources = {p.relative_to(ROOT) for glob in DOCUMENTS for p in ROOT.glob(glob)}
-    pictures = {p.relative_to(ROOT) for glob in PICTURES for p in ROOT.glob(glob)}
-    made = {
-        p.relative_to(ROOT) / "docs" / "reference.md": reference(p)
-        for p in sorted((ROOT / "packages").iterdir())
-        if (p / "pyproject.toml").exists()
-    }
-    made |= {Path("dashboard", name): text for name, text in dashboard.pages(ROOT).items()}
-    pages = sources | {path for path in made if path.suffix == ".md"}
-    for path in sorted(pages | pictures | set(made)):
+    sources, pictures = (
+        {p.relative_to(ROOT) for glob in globs for p in ROOT.glob(glob)}
+        for globs in (DOCUMENTS, PICTURES)
+    )
+    texts = {Path("packages", p, "docs", "reference.md"): reference(p) for p in OURS}
+    texts |= {Path("dashboard", name): text for name, text in dashboard.pages(ROOT).items()}
+    staged = sources | pictures | texts.keys()
+    texts |= {p: rewrite((ROOT / p).read_text(), p, staged, repository) for p in sources}
+    for path in {*texts, *pictures}:
         to = STAGE / "docs" / path
         to.parent.mkdir(parents=True, exist_ok=True)
-        if path in pictures:
-            shutil.copy2(ROOT / path, to)
-        elif path in made:
-            to.write_text(made[path])
+        if path in texts:
+            to.write_text(texts[path])
         else:
-            text = (ROOT / path).read_text()
-            to.write_text(rewrite(text, path, pages | pictures, repository))
-    return pages
+            shutil.copy2(ROOT / path, to)
+    return {path for path in texts if path.suffix == ".md"}
 
 
-def title(path: Path) -> str:
+def title(path: str) -> str:
     """Return a document's first heading."""
     text = (STAGE / "docs" / path).read_text()
     return next(line[2:] for line in text.splitlines() if line.startswith("# "))
 
 
-def navigation(pages: set[Path]) -> list[Entry]:
+def navigation(pages: set[Path]) -> list[dict[str, Any]]:
     """Return the tree of pages: shared ones, packages, and how the repository is worked on."""
-    left = set(pages)
+    left = sorted(map(str, pages))
 
-    def take(path: str, name: str | None = None) -> Entry:
-        left.discard(Path(path))
-        return {name or title(Path(path)): path}
+    def take(path: str, name: str = "") -> dict[str, str]:
+        left.remove(path)
+        return {name or title(path): path}
 
-    def rest(folder: str) -> list[Entry]:
-        return [take(str(p)) for p in sorted(left) if str(p).startswith(f"{folder}/")]
+    def below(folder: str, names: dict[str, str]) -> list[dict[str, str]]:
+        """Take the pages of a folder, those with names first."""
+        named = [take(f"{folder}/{p}", n) for p, n in names.items() if f"{folder}/{p}" in left]
+        return named + [take(path) for path in list(left) if path.startswith(f"{folder}/")]
 
-    home = take("README.md", "Home")
-    guides = [take(path, name) for path, name in SHARED.items()]
-    coming = rest("docs/coming-from")
-    packages: list[Entry] = []
-    for folder in sorted({p.parts[1] for p in pages if p.parts[0] == "packages"}):
-        first = [
-            take(f"packages/{folder}/{p}", n)
-            for p, n in PAGES.items()
-            if Path(f"packages/{folder}/{p}") in pages
-        ]
-        packages.append({folder: first + rest(f"packages/{folder}")})
-    measured = [take("dashboard/index.md", "All packages"), *rest("dashboard")]
-    work = [take(str(p)) for p in sorted(left)]
     return [
-        home,
-        {"Guides": guides},
-        {"Packages": packages},
-        {"Coming from": coming},
-        {"Measured": measured},
-        {"Working on it": work},
+        take("README.md", "Home"),
+        {"Guides": [take(path, name) for path, name in SHARED.items() if path in left]},
+        {"Packages": [{name: below(f"packages/{name}", OF_A_PACKAGE)} for name in OURS]},
+        {"Coming from": below("docs/coming-from", {})},
+        {"Measured": below("dashboard", {"index.md": "All packages"})},
+        {"Working on it": [take(path) for path in list(left)]},
     ]
 
 
-def configure(pages: set[Path], site: Path, repository: str) -> Path:
-    """Write MkDocs' configuration of this build; JSON is YAML."""
-    sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
-    options = {
-        "docstring_style": "google",
-        # several parameters may share a line, and types stand in the signature
-        # what returns is one thing, of as many lines as it takes
-        "docstring_options": {
-            "warn_unknown_params": False,
-            "warn_missing_types": False,
-            "returns_multiple_items": False,
-            "returns_named_value": False,
-        },
-        "heading_level": 2,
-        "separate_signature": True,
-        "show_root_heading": True,
-        "show_root_full_path": False,
-        "show_signature_annotations": True,
-        "show_source": False,
-        "signature_crossrefs": False,
-        "extensions": [str(Path(__file__).with_name("docstrings.py"))],
-    }
-    python = {"paths": sources, "options": options}
-    config: Entry = {
-        "INHERIT": str(ROOT / "mkdocs.yml"),
-        "docs_dir": str(STAGE / "docs"),
-        "site_dir": str(site),
-        "nav": navigation(pages),
-        "plugins": ["search", {"mkdocstrings": {"handlers": {"python": python}}}],
-        "extra_javascript": ["dashboard/plots.js"],
-    }
-    if repository:
-        config["repo_url"] = repository
-    path = STAGE / "mkdocs.yml"
-    path.write_text(json.dumps(config, indent=1))
-    return path
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--site", type=Path, default=ROOT / "build" / "docs")
-    parser.add_argument("--repository", default=os.environ.get("ATTN_REPOSITORY_URL", ""))
-    arguments = parser.parse_args()
-    repository = arguments.repository.rstrip("/")
-    config = configure(stage(repository), arguments.site.resolve(), repository)
+def on_config(config: Any) -> Any:
+    """Stage the documents before MkDocs looks for them."""
+    repository = os.environ.get("ATTN_REPOSITORY_URL", "").rstrip("/")
+    pages = stage(repository)
+    config.docs_dir = str(STAGE / "docs")
+    config.nav = navigation(pages)
+    config.repo_url = repository or None
     dashboard.write_scripts(STAGE / "docs" / "dashboard")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)]
-    # for docstrings.py, which the build imports
-    here = {"PYTHONPATH": str(Path(__file__).parent)}
-    status = subprocess.run(command, env=os.environ | here).returncode
-    if status == 0:
-        print(f"{arguments.site}: {sum(1 for _ in arguments.site.rglob('*.html'))} pages")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return config

@@ -6,6 +6,7 @@ are int64 tensors here, from ``-2**(w-1)`` on; where no width is named, it is 32
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -67,10 +68,7 @@ def constant(x: float) -> Tensor:
 
 
 def product(*factors: Tensor) -> Tensor:
-    found = factors[0]
-    for factor in factors[1:]:
-        found = wrap(found * factor)
-    return found
+    return functools.reduce(lambda a, b: wrap(a * b), factors)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -3,17 +3,15 @@
     python ci/soak.py --seconds 480 --repeats 10000 --json soak.json       # on a GPU
     python ci/soak.py --device cpu --seconds 20 --repeats 50
 
-The server is prefix-prefill's examples/serve.py, on a port of this machine; it needs uvicorn and
-starlette. ``--front engine`` drives its engine without HTTP. Clients draw prompts, some stream, and
-some of those go away. Every answer is compared with the model without a cache; where the two best
-tokens are closer than fp32 tells apart, an answer counts as a tie. Then calls that are to repeat
-bit for bit do so. Memory is compared with that after the first tenth of the time.
+The server is prefix-prefill's examples/serve.py, on a port of this machine; it needs httpx, uvicorn
+and starlette. Clients draw prompts, some stream, and some of those go away. Every answer is
+compared with the model without a cache; where the two best tokens are closer than fp32 tells apart,
+an answer counts as a tie. Then calls that are to repeat bit for bit do so. Memory is compared with
+that after the first tenth of the time.
 """
 
 from __future__ import annotations
 
-import argparse
-import http.client
 import importlib
 import json
 import random
@@ -22,12 +20,15 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from results import ROOT, commit
+from device_calls import drawer, load, one_sequence
+from results import ROOT, commit, parser_of, write
 
 EXAMPLES = ROOT / "packages" / "prefix-prefill" / "examples"
 PROMPTS = 60
@@ -39,70 +40,94 @@ TIE = 1e-3
 GROWTH = 64 * 2**20
 
 
-def example(name: str) -> ModuleType:
-    sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(name)
-
-
 class Load:
     """Random requests, the answers they ought to have, and what came of them."""
 
     def __init__(self, engine: ModuleType, model: Any, device: str, seed: int) -> None:
-        self.engine, self.model, self.device = engine, model, device
+        self.torch = importlib.import_module("torch")
+        self.model, self.device, self.seed = model, device, seed
         draw = random.Random(seed)
-        system = [draw.randrange(8, engine.VOCABULARY) for _ in range(20)]
-        self.asked = []
-        for number in range(PROMPTS):
-            prompt = [draw.randrange(8, engine.VOCABULARY) for _ in range(draw.randint(1, 60))]
-            prompt = system + prompt if number % 3 == 0 else prompt
-            self.asked.append((prompt, draw.randint(1, 24)))
-        self.expected: list[list[int]] = []
-        self.requests = self.wrong = self.ties = self.cancelled = 0
+
+        def tokens(count: int) -> list[int]:
+            return [draw.randrange(8, engine.VOCABULARY) for _ in range(count)]
+
+        system = tokens(20)
+        prompts = [tokens(draw.randint(1, 60)) for _ in range(PROMPTS)]
+        prompts[::3] = [system + prompt for prompt in prompts[::3]]
+        self.asked = [(prompt, draw.randint(1, 24)) for prompt in prompts]
+        with self.torch.no_grad(), self.torch.device(device):
+            self.expected = [engine.without_cache(model, *one) for one in self.asked]
+        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
         self.lock = threading.Lock()
 
-    def prepare(self) -> None:
-        """Compute all answers without a cache."""
-        torch = importlib.import_module("torch")
-        with torch.no_grad(), torch.device(self.device):
-            self.expected = [self.engine.without_cache(self.model, *one) for one in self.asked]
+    def count(self, **what: int) -> None:
+        with self.lock:
+            self.counts.update(what)
 
     def check(self, number: int, answer: list[int]) -> None:
         is_right = answer == self.expected[number]
         is_tie = not is_right and self._is_tie(number, answer)
-        with self.lock:
-            self.requests += 1
-            self.ties += is_tie
-            self.wrong += not is_right and not is_tie
+        self.count(requests=1, ties=is_tie, wrong=not is_right and not is_tie)
 
     def _is_tie(self, number: int, answer: list[int]) -> bool:
         """Say whether the first token that differs is as good as the one without a cache."""
-        torch = importlib.import_module("torch")
         right, prompt = self.expected[number], self.asked[number][0]
         pairs = enumerate(zip(answer, right, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), None)
         if at is None:
             return False
         tokens = [*prompt, *right[:at]]
-        with torch.no_grad(), torch.device(self.device):
+        torch = self.torch
+
+        def attend(_: int, q: Any, k: Any, v: Any) -> Any:
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             sdpa = torch.nn.functional.scaled_dot_product_attention
+            return sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
-            def attend(_: int, q: Any, k: Any, v: Any) -> Any:
-                q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-                return sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
+        with torch.no_grad(), torch.device(self.device):
             logits = self.model(torch.tensor(tokens), torch.arange(len(tokens)), attend)[-1]
             gap = (logits[right[at]] - logits[answer[at]]).abs().item()
         return bool(gap < TIE)
+
+    def ask(self, http: Any, draw: random.Random) -> None:
+        """Ask for one answer, as a whole or as a stream, of which some are left early."""
+        number = draw.randrange(PROMPTS)
+        prompt, most = self.asked[number]
+        stream, leave = draw.random() < 0.5, draw.random() < 0.1
+        body = {"prompt": prompt, "max_tokens": most, "stream": stream}
+        with http.stream("POST", "/generate", json=body) as response:
+            response.raise_for_status()
+            if not stream:
+                self.check(number, json.loads(response.read())["tokens"])
+                return
+            for line in response.iter_lines():
+                if leave:
+                    self.count(left=1)
+                    return
+                told = json.loads(line.removeprefix("data: ") or "{}")
+                if "tokens" in told:
+                    self.check(number, told["tokens"])
+
+    def client(self, url: str, end: float, number: int) -> None:
+        """Ask one request after the other until the time is up."""
+        httpx = importlib.import_module("httpx")
+        draw = random.Random(self.seed * 1000 + number)
+        try:
+            with httpx.Client(base_url=url, timeout=120) as http:
+                while time.monotonic() < end:
+                    self.ask(http, draw)
+        except Exception as error:
+            self.failed.append(f"{type(error).__name__}: {error}")
 
 
 def move(engine: Any, device: str) -> None:
     """Bring an engine to a device, and have its steps make their tensors there."""
     torch = importlib.import_module("torch")
-    model = engine.model
+    model, step = engine.model, engine.step
     model.embedding, model.head = model.embedding.to(device), model.head.to(device)
     model.layers = [{n: x.to(device) for n, x in layer.items()} for layer in model.layers]
     engine.caches = engine.caches.to(device)
-    step = engine.step
 
     def on_device() -> Any:
         with torch.no_grad(), torch.device(device):
@@ -122,122 +147,42 @@ def memory(device: str) -> dict[str, int]:
     return told
 
 
-# ---- fronts
-
-
-def serve_by_engine(engine: Any, module: ModuleType, load: Load, end: float, seed: int) -> None:
-    """Add random requests to an engine and step it until the time is up and all are done."""
-    draw = random.Random(seed)
-    alive: dict[Any, int] = {}
-    while time.monotonic() < end or alive:
-        while len(alive) < CLIENTS and time.monotonic() < end and draw.random() < 0.7:
-            number = draw.randrange(PROMPTS)
-            request = module.Request(str(number), *load.asked[number])
-            alive[request] = number
-            engine.add(request)
-        if alive:
-            engine.step()
-        for request in [r for r in alive if r.is_done]:
-            load.check(alive.pop(request), request.answer)
-        if alive and draw.random() < 0.01:
-            request = draw.choice(list(alive))
-            engine.cancel(request)
-            del alive[request]
-            load.cancelled += 1
-
-
-def _ask(port: int, load: Load, draw: random.Random) -> None:
-    """Ask for one answer, as a whole or as a stream, of which some are left early."""
-    number = draw.randrange(PROMPTS)
-    prompt, most = load.asked[number]
-    stream, leave = draw.random() < 0.5, draw.random() < 0.1
-    body = json.dumps({"prompt": prompt, "max_tokens": most, "stream": stream})
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request("POST", "/generate", body)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"status {response.status}: {response.read()!r}")
-        if not stream:
-            load.check(number, json.loads(response.read())["tokens"])
-            return
-        if leave:
-            response.readline()
-            with load.lock:
-                load.cancelled += 1
-            return
-        events = [x[6:] for x in response.read().split(b"\n") if x.startswith(b"data: ")]
-        load.check(number, json.loads(events[-1])["tokens"])
-    finally:
-        connection.close()
-
-
-def serve_by_http(app: Any, load: Load, end: float, seed: int) -> list[str]:
-    """Serve an application, and ask it from several threads; return what failed."""
+def serve(app: Any, requests: Load, end: float) -> None:
+    """Serve an application, and ask it from several threads."""
     uvicorn = importlib.import_module("uvicorn")
-    failed: list[str] = []
-    with socket.socket() as listening:
+    with socket.socket() as listening, ThreadPoolExecutor(CLIENTS) as pool:
         listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
         serving = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         serving.start()
         while not server.started:
             time.sleep(0.01)
-
-        def ask(client: int) -> None:
-            draw = random.Random(seed * 1000 + client)
-            try:
-                while time.monotonic() < end:
-                    _ask(port, load, draw)
-            except Exception as error:
-                failed.append(f"{type(error).__name__}: {error}")
-
-        clients = [threading.Thread(target=ask, args=(n,)) for n in range(CLIENTS)]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
+        list(pool.map(lambda number: requests.client(url, end, number), range(CLIENTS)))
         server.should_exit = True
         serving.join()
-    return failed
-
-
-# ---- repeats
 
 
 def repeated_calls(device: str) -> list[Callable[[], tuple[Any, ...]]]:
     """Return calls that are to give the same bits each time."""
     torch = importlib.import_module("torch")
-    flash, paged = map(importlib.import_module, ("flash_attn_triton", "prefix_prefill"))
-    generator = torch.Generator().manual_seed(0)
-    size = 64 if device == "cpu" else 1000
-
-    def draw(*shape: int) -> Any:
-        return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
-
-    def ints(*values: int) -> Any:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    caches = draw(size // 16 + 1, 16, 2, 128), draw(size // 16 + 1, 16, 2, 128)
-    table = torch.arange(size // 16 + 1, dtype=torch.int32, device=device)[None]
+    flash, paged = load("flash_attn_triton"), load("prefix_prefill")
+    draw, size = drawer(device), 64 if device == "cpu" else 1000
+    caches = draw(size // 16 + 2, 16, 2, 128), draw(size // 16 + 2, 16, 2, 128)
     q, one = draw(size, 8, 128), draw(1, 8, 128)
-    many = (ints(0, size), ints(size), size, size)
-    few = (ints(0, 1), ints(size), 1, size)
+    many, few = (one_sequence(device, size // 16 + 1, n, size) for n in (size, 1))
     dense = [draw(1, size, heads, 128).requires_grad_() for heads in (4, 2, 2)]
     dout = draw(1, size, 4, 128)
-
-    def prefill() -> tuple[Any, ...]:
-        return (paged.paged_attn_func(q, *caches, table, *many),)
-
-    def decode() -> tuple[Any, ...]:
-        return (paged.paged_attn_func(one, *caches, table, *few, num_splits=4),)
 
     def train() -> tuple[Any, ...]:
         out = flash.flash_attn_func(*dense, causal=True, deterministic=True)
         return (out.detach(), *torch.autograd.grad(out, dense, dout))
 
-    return [prefill, decode, train]
+    return [
+        lambda: (paged.paged_attn_func(q, *caches, *many),),
+        lambda: (paged.paged_attn_func(one, *caches, *few, num_splits=4),),
+        train,
+    ]
 
 
 def repeat(device: str, times: int) -> int:
@@ -254,49 +199,36 @@ def repeat(device: str, times: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--repeats", type=int, default=10_000)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--front", choices=("http", "engine"), default="http")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write what was found")
     given = parser.parse_args()
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)  # tensors are small
-    failed: list[str] = []
-    module = example("engine")
-    app = example("serve").make_app(PAGES) if given.front == "http" else None
-    engine = app.state.batcher.engine if app else module.Engine(module.Decoder(), pages=PAGES)
+    sys.path.insert(0, str(EXAMPLES))
+    app = importlib.import_module("serve").make_app(PAGES)
+    engine = app.state.batcher.engine
     move(engine, given.device)
-    load = Load(module, engine.model, given.device, given.seed)
-    load.prepare()
+    requests = Load(importlib.import_module("engine"), engine.model, given.device, given.seed)
     began = time.monotonic()
     before: dict[str, int] = {}
     watching = threading.Timer(given.seconds / 10, lambda: before.update(memory(given.device)))
     watching.start()
-    end = began + given.seconds
-    if app:
-        failed = serve_by_http(app, load, end, given.seed)
-    else:
-        serve_by_engine(engine, module, load, end, given.seed)
+    serve(app, requests, began + given.seconds)
     watching.join()
     took, after = time.monotonic() - began, memory(given.device)
     grown = {name: after[name] - before[name] for name in after}
     free = len(engine.free)
     differing = repeat(given.device, given.repeats)
-    name = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
     told = {
         "commit": commit(),
         "torch": torch.__version__,
-        "device": name,
-        "front": given.front,
+        "device": "cpu" if given.device == "cpu" else torch.cuda.get_device_name(),
         "seconds": took,
-        "requests": load.requests,
-        "wrong": load.wrong,
-        "ties": load.ties,
-        "left": load.cancelled,
-        "failed": failed,
+        **{name: requests.counts[name] for name in ("requests", "wrong", "ties", "left")},
+        "failed": requests.failed,
         "steps": engine.steps,
         "preempted": engine.preempted,
         "free_pages": free,
@@ -306,12 +238,11 @@ def main() -> None:
         "repeats": given.repeats,
         "differing": differing,
     }
-    if given.json:
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    write(told, given.json)
     print(json.dumps(told))
-    is_flat = grown["process"] < GROWTH and grown["device"] < GROWTH
-    is_right = not (load.wrong or failed or differing) and load.requests > 0
-    sys.exit(not (is_right and is_flat and free == PAGES))
+    is_right = requests.counts["requests"] > 0 and not requests.counts["wrong"]
+    is_right = is_right and not (requests.failed or differing) and free == PAGES
+    sys.exit(not (is_right and max(grown.values()) < GROWTH))
 
 
 if __name__ == "__main__":
