@@ -6,7 +6,7 @@ import ast
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ HINT_ARGUMENTS = {
     "num_warps", "scope", "sem", "volatile", "warp_specialize",
 }  # fmt: skip
 LAYOUT = re.compile("layout", re.IGNORECASE)
+Node = ast.expr | ast.stmt
 
 
 @dataclass(frozen=True)
@@ -60,140 +61,119 @@ class Mutation:
         return source[:begin] + b"(_this_place_is_run_)" + source[end:]
 
 
-class _Finder(ast.NodeVisitor):
+class _Finder:
     """Collects the mutations of one device function."""
 
     def __init__(self, file: str, function: str, source: bytes) -> None:
         self.file, self.function, self.source = file, function, source
         self.lines = source.split(b"\n")
-        self.starts = [0]
-        for line in self.lines:
-            self.starts.append(self.starts[-1] + len(line) + 1)
+        self.starts = [0, *itertools.accumulate(len(line) + 1 for line in self.lines)]
         self.found: list[Mutation] = []
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: Node) -> tuple[int, int]:
         end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[end_line - 1] + end
 
-    def text(self, node: ast.expr | ast.stmt) -> str:
+    def text(self, node: Node) -> str:
         begin, end = self.span(node)
         return self.source[begin:end].decode()
 
-    def add(self, kind: str, node: ast.expr | ast.stmt, begin: int, end: int, wrong: str) -> None:
-        right = self.source[begin:end].decode()
+    def add(self, kind: str, node: Node, span: tuple[int, int], wrong: str) -> None:
+        begin, end = span
         line = self.source.count(b"\n", 0, begin) + 1
         text = self.lines[line - 1].decode().strip()
+        right = " ".join(self.source[begin:end].decode().split())
         place = (self.file, self.function, kind, line, text, begin, end)
-        one_line = " ".join(right.split())
-        self.found.append(Mutation(*place, one_line, wrong, self.span(node)))
+        self.found.append(Mutation(*place, right, wrong, self.span(node)))
 
     def between(
-        self, kind: str, node: ast.expr, left: ast.expr, right: ast.expr, words: dict[str, str]
+        self, kind: str, node: Node, left: Node, right: Node, words: dict[str, str]
     ) -> None:
         """Replace the operator that stands between two operands, parentheses aside."""
         begin, end = self.span(left)[1], self.span(right)[0]
         between = re.sub(rb"#[^\n]*", lambda m: b" " * len(m[0]), self.source[begin:end])
         operator = re.search(rb"is\s+not|[^\s()\\]+", between)
         if operator is not None and (wrong := words.get(" ".join(operator[0].decode().split()))):
-            self.add(kind, node, begin + operator.start(), begin + operator.end(), wrong)
+            self.add(kind, node, (begin + operator.start(), begin + operator.end()), wrong)
 
-    # ---- expressions
+    def walk(self, node: ast.AST) -> None:
+        """Add the mutations of a node, and of what is below it but for hints."""
+        below: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        match node:
+            case ast.BinOp():
+                self.between("operator", node, node.left, node.right, OPERATORS)
+            case ast.Compare():
+                for left, right in itertools.pairwise([node.left, *node.comparators]):
+                    self.between("comparison", node, left, right, COMPARISONS)
+            case ast.BoolOp(values=[left, right, *_]):
+                self.between("condition", node, left, right, {"and": "or", "or": "and"})
+            case ast.UnaryOp(op=ast.Not() | ast.USub()):
+                self.add("condition", node, self.span(node), self.text(node.operand))
+            case (
+                ast.If(test=ast.Name() | ast.Attribute() as test)
+                | ast.IfExp(test=ast.Name() | ast.Attribute() as test)
+            ):
+                self.add("condition", test, self.span(test), f"not {self.text(test)}")
+            case ast.Constant(value=bool(value)):
+                self.add("constant", node, self.span(node), str(not value))
+            case ast.Constant(value=int(value)):
+                self.add("constant", node, self.span(node), str(value + 1))
+            case ast.Constant(value=float(value)):
+                self.add("constant", node, self.span(node), str(2 * value or 1.0))
+            case ast.Call():
+                if _is_hint(node):
+                    return
+                self.call(node)
+                given = (k.value for k in node.keywords if k.arg not in HINT_ARGUMENTS)
+                below = [node.func, *node.args, *given]
+            case ast.Expr(value=ast.Constant()):
+                return  # a docstring
+            case ast.Expr(value=ast.Call(func=function)) if _name(function) not in HINTS:
+                self.add("dropped", node, self.span(node), "pass")
+            case ast.Assign(value=value):
+                stored = {x.id for target in node.targets for x in _names(target)}
+                # a wait, a mask, a correction
+                if stored and stored <= {x.id for x in _names(value)} and not _is_hint(value):
+                    self.add("dropped", node, self.span(node), "pass")
+                below = [value]
+            case ast.AugAssign(value=value):
+                self.add("dropped", node, self.span(node), "pass")
+                below = [value]
+            case ast.AnnAssign(value=value):
+                below = [value] if value else []
+        for child in below:
+            self.walk(child)
 
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        self.between("operator", node, node.left, node.right, OPERATORS)
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
-            self.between("comparison", node, left, right, COMPARISONS)
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        left, right = node.values[:2]
-        self.between("condition", node, left, right, {"and": "or", "or": "and"})
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.Not | ast.USub):
-            begin, end = self.span(node)
-            self.add("condition", node, begin, end, self.text(node.operand))
-        self.generic_visit(node)
-
-    def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        if isinstance(node.test, ast.Name | ast.Attribute):
-            self.add("condition", node.test, *self.span(node.test), f"not {self.text(node.test)}")
-        self.generic_visit(node)
-
-    visit_IfExp = visit_If
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        value = node.value
-        if isinstance(value, bool):
-            wrong = str(not value)
-        elif isinstance(value, int):
-            wrong = str(value + 1)
-        elif isinstance(value, float):
-            wrong = str(2 * value or 1.0)
-        else:
-            return
-        self.add("constant", node, *self.span(node), wrong)
-
-    def visit_Call(self, node: ast.Call) -> None:
+    def call(self, node: ast.Call) -> None:
         name = _name(node.func)
-        if name in HINTS or LAYOUT.search(name):
-            return
         if name in NAMES:
             end = self.span(node.func)[1]
-            self.add("function", node, end - len(name), end, NAMES[name])
+            self.add("function", node, (end - len(name), end), NAMES[name])
         if name == "where" and len(node.args) == 3:
             first, second = node.args[1:]
             begin, end = self.span(first)[0], self.span(second)[1]
-            swapped = f"{self.text(second)}, {self.text(first)}"
             if self.source[begin:end].count(b"(") == self.source[begin:end].count(b")"):
-                self.add("function", node, begin, end, swapped)
+                swapped = f"{self.text(second)}, {self.text(first)}"
+                self.add("function", node, (begin, end), swapped)
         for keyword in node.keywords:
             if keyword.arg == "mask":
                 value = keyword.value
-                self.add("mask", node, *self.span(value), f"({self.text(value)}) | True")
-        self.visit(node.func)
-        for argument in node.args:
-            self.visit(argument)
-        for keyword in node.keywords:
-            if keyword.arg not in HINT_ARGUMENTS:
-                self.visit(keyword.value)
-
-    # ---- statements
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Constant):
-            return  # a docstring
-        if isinstance(node.value, ast.Call) and _name(node.value.func) not in HINTS:
-            self.add("dropped", node, *self.span(node), "pass")
-        self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        stored = {x.id for t in node.targets for x in ast.walk(t) if isinstance(x, ast.Name)}
-        loaded = {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
-        is_hint = isinstance(node.value, ast.Call) and (
-            _name(node.value.func) in HINTS or LAYOUT.search(_name(node.value.func))
-        )
-        if stored and stored <= loaded and not is_hint:  # a wait, a mask, a correction
-            self.add("dropped", node, *self.span(node), "pass")
-        self.visit(node.value)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self.add("dropped", node, *self.span(node), "pass")
-        self.visit(node.value)
+                self.add("mask", node, self.span(value), f"({self.text(value)}) | True")
 
 
 def _name(function: ast.expr) -> str:
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
+
+
+def _names(node: ast.AST) -> Iterator[ast.Name]:
+    return (x for x in ast.walk(node) if isinstance(x, ast.Name))
+
+
+def _is_hint(node: ast.AST) -> bool:
+    name = _name(node.func) if isinstance(node, ast.Call) else ""
+    return name in HINTS or bool(LAYOUT.search(name))
 
 
 def _is_device_function(node: ast.FunctionDef) -> bool:
@@ -208,7 +188,7 @@ def mutations_of(path: Path, file: str, *, every_function: bool = False) -> list
         if isinstance(node, ast.FunctionDef) and (every_function or _is_device_function(node)):
             finder = _Finder(file, node.name, source)
             for statement in node.body:
-                finder.visit(statement)
+                finder.walk(statement)
             found += finder.found
     return found
 
