@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +93,13 @@ class Round:
 
     device: Any
     form: Form
-    sinks: Any = None
-    q: list[Any] = field(default_factory=list)
-    k: list[Any] = field(default_factory=list)
-    v: list[Any] = field(default_factory=list)
+    sinks: Any
+    q: list[Any]
+    k: list[Any]
+    v: list[Any]
     # keys and values as the cache holds them, and by what they are multiplied, if it is of FP8
-    stored: list[list[Any]] = field(default_factory=list)
-    descales: tuple[Any, ...] = (None, None)
+    stored: list[list[Any]]
+    descales: Sequence[Any]
     out: Any = ()
     lse: Any = ()
 
@@ -108,8 +108,11 @@ class Round:
 
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def starts(self, lengths: Sequence[int]) -> Any:
-        return self.ints([0, *itertools.accumulate(lengths)])
+    def sizes(self, chunks: Sequence[Chunk]) -> tuple[Any, Any, int, int]:
+        """Return the starts of chunks' queries, the numbers of their keys, and the largest."""
+        lengths, ends = [c.length for c in chunks], [c.end for c in chunks]
+        starts = self.ints([0, *itertools.accumulate(lengths)])
+        return starts, self.ints(ends), max(lengths), max(ends)
 
 
 class Chunk(NamedTuple):
@@ -129,35 +132,33 @@ def make_round(draw: random.Random, device: Any, size: Size, form: Form) -> Roun
 
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     dtype, heads_k = getattr(torch, form.dtype), draw.choice([1, 2, 4])
-    made = Round(device, form)
-    if form.has_sinks:
-        made.sinks = torch.randn(HEADS, generator=generator).to(device)
+    sinks = torch.randn(HEADS, generator=generator).to(device) if form.has_sinks else None
     longest = draw.choice(size.longest)
+    whole: list[list[Any]] = [[], [], []]
     for _ in range(size.sequences):
         n = draw.randint(1, longest)
-        for xs, heads in ((made.q, HEADS), (made.k, heads_k), (made.v, heads_k)):
+        for xs, heads in zip(whole, (HEADS, heads_k, heads_k), strict=True):
             x = torch.randn(n, heads, form.head_dim, generator=generator)
             xs.append(x.to(device, dtype))
-    made.stored = [made.k, made.v]
+    stored, descales = whole[1:], list[Any]([None, None])
     if form.fp8:
-        scales = [torch.rand(heads_k, generator=generator) + 0.3 for _ in "kv"]
-        made.descales = scales[0].to(device), scales[1].to(device)
-        made.stored = [[x.to(torch.float8_e4m3fn) for x in xs] for xs in (made.k, made.v)]
-        for xs, stored, scale in zip((made.k, made.v), made.stored, made.descales, strict=True):
-            xs[:] = [(x.float() * scale[:, None]).to(dtype) for x in stored]
-    return made
+        descales = [(torch.rand(heads_k, generator=generator) + 0.3).to(device) for _ in "kv"]
+        stored = [[x.to(torch.float8_e4m3fn) for x in xs] for xs in stored]
+        scaled = zip(stored, descales, strict=True)
+        whole[1:] = [[(x.float() * s[:, None]).to(dtype) for x in xs] for xs, s in scaled]
+    q, k, v = whole
+    return Round(device, form, sinks, q, k, v, stored, descales)
 
 
 def train(made: Round) -> None:
     """Compute whole sequences, packed, by flash-attn-triton."""
-    import torch
-
-    lengths = [len(q) for q in made.q]
-    packed = [torch.cat(x) for x in (made.q, made.k, made.v)]
-    sizes = [made.starts(lengths)] * 2 + [max(lengths)] * 2
+    whole = [Chunk(which, 0, len(q)) for which, q in enumerate(made.q)]
+    starts, _, longest, _ = made.sizes(whole)
+    sizes = starts, starts, longest, longest
     options = {**made.form.options, "causal": True, "invariant": True, "return_lse": True}
     function = load("flash_attn_triton").flash_attn_varlen_func
-    out, lse = function(*packed, *sizes, sinks=made.sinks, **options)
+    out, lse = function(*rows(made, whole), *sizes, sinks=made.sinks, **options)
+    lengths = [c.length for c in whole]
     made.out, made.lse = out.split(lengths), lse.split(lengths, 1)
 
 
@@ -234,17 +235,16 @@ def by_pages(made: Round, chunks: list[Chunk], page: int, draw: random.Random) -
     """``paged_attn_func``, with all keys in the cache or new ones beside it, in either layout."""
     dense = not made.form.fp8 and draw.random() < 0.5
     q, k, v = rows(made, chunks)
-    lengths, ends = [c.length for c in chunks], [c.end for c in chunks]
-    held = [c.begin for c in chunks] if dense else ends
+    held = [c.begin if dense else c.end for c in chunks]
     *cache, table = cache_of(made, chunks, held, page, draw)
     if q.shape[2] % 16 == 0 and draw.random() < 0.3:
         cache = [*packed(*cache)]
     given: dict[str, Any] = {"k": k, "v": v} if dense else {}
     if made.form.fp8:
         given = dict(zip(("k_descale", "v_descale"), made.descales, strict=True))
-    sizes = made.starts(lengths), made.ints(ends), max(lengths), max(ends)
     options = {**made.form.options, "invariant": True, "return_lse": True}
     function = load("prefix_prefill").paged_attn_func
+    sizes = made.sizes(chunks)
     out, lse = function(q, *cache, table, *sizes, sinks=made.sinks, **given, **options)
     return out, lse
 
@@ -256,8 +256,8 @@ def by_dropin(made: Round, chunks: list[Chunk], page: int, draw: random.Random) 
     name = draw.choice(["chunked_prefill_paged_decode", "context_attention_fwd"])
     dense = not made.form.fp8 and draw.random() < 0.5
     q, k, v = rows(made, chunks)
-    lengths, ends = [c.length for c in chunks], [c.end for c in chunks]
-    held = ends
+    starts, ends, longest, most = made.sizes(chunks)
+    held = [c.end for c in chunks]
     if dense:
         in_cache = name == "chunked_prefill_paged_decode"
         held = [c.end if in_cache and c.length == 1 else c.begin for c in chunks]
@@ -267,8 +267,7 @@ def by_dropin(made: Round, chunks: list[Chunk], page: int, draw: random.Random) 
     getattr(load("prefix_prefill"), name)(
         *(q, k if dense else None, v if dense else None, out),
         "fp8" if made.form.fp8 else "auto",
-        *(*cache, made.starts(lengths), made.ints(ends)),
-        *(draw.choice([None, max(ends)]), max(lengths), *made.descales),
+        *(*cache, starts, ends, draw.choice([None, most]), longest, *made.descales),
         sliding_window=left + 1 if left >= 0 else None,
         sm_scale=made.form.options.get("softmax_scale"),
         sinks=made.sinks,

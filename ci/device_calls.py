@@ -128,15 +128,6 @@ def flash(
     return _bounded(got, device, *_detached(leaves), **rest)
 
 
-def flash_fp8(device: str, d: int, **options: Any) -> Found:
-    import torch
-
-    draw = drawer(device, torch.float8_e4m3fn)
-    given = draw(1, 200, 2, d), draw(1, 333, 1, d), draw(1, 333, 1, d)
-    out, lse = load("flash_attn_triton").flash_attn_func(*given, **options, return_lse=True)
-    return _bounded({"out": out, "lse": lse}, device, *given, **options)
-
-
 def flash_tree(device: str, d: int, **options: Any) -> Found:
     import torch
 

@@ -34,14 +34,9 @@ def chosen(cases: Iterable[Any], given: argparse.Namespace) -> list[Any]:
 
 def commit() -> str:
     """Return the commit at hand, with a plus sign if files differ from it."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    found = git("rev-parse", "--short=12", "HEAD")
-    dirty = git("status", "--porcelain", "--untracked-files=no")
-    return found + ("+" if dirty else "") if found else "unknown"
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def about(device: str = "cuda") -> dict[str, Any]:
