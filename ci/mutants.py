@@ -57,17 +57,17 @@ def tests_of(package: str, file: str) -> tuple[str, ...]:
     raise LookupError(f"no tests for {file} of {package}")
 
 
-def kernels_of(source: Path, package: str) -> Path:
-    return source / package.replace("-", "_") / "_kernels"
-
-
 def source_of(package: str) -> Path:
     return ROOT / "packages" / package / "src"
 
 
+def kernels_of(package: str, source: Path | None = None) -> Path:
+    return (source or source_of(package)) / package.replace("-", "_") / "_kernels"
+
+
 def files_of(package: str) -> list[str]:
     """Return the names of the files of ``_kernels/``, and of linked ones those that it uses."""
-    folder = kernels_of(source_of(package), package)
+    folder = kernels_of(package)
     walked = os.walk(folder, followlinks=True)
     paths = [Path(place) / name for place, _, names in walked for name in names]
     texts = {p.relative_to(folder).as_posix(): p.read_text() for p in paths if p.suffix == ".py"}
@@ -83,10 +83,9 @@ def files_of(package: str) -> list[str]:
 def all_mutations(package: str) -> list[Mutation]:
     """Return every mutation of a package's kernels, in the order of files and lines."""
     # nki kernels are functions without a decorator
-    is_nki = package == "nki-paged-attn"
-    folder = kernels_of(source_of(package), package)
-    made = (mutations_of(folder / f, f, every_function=is_nki) for f in files_of(package))
-    return [mutation for mutations in made for mutation in mutations]
+    is_nki, folder = package == "nki-paged-attn", kernels_of(package)
+    files = files_of(package)
+    return [m for f in files for m in mutations_of(folder / f, f, every_function=is_nki)]
 
 
 class Tree:
@@ -99,7 +98,7 @@ class Tree:
         compileall.compile_dir(self.source, quiet=1)
 
     def path(self, file: str) -> Path:
-        return kernels_of(self.source, self.package) / file
+        return kernels_of(self.package, self.source) / file
 
     @contextlib.contextmanager
     def changed(self, file: str, text: bytes) -> Any:

@@ -145,12 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, softcap: float = 0
     """
     group = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5
-    heads = [
-        attend(
-            logits(scores(q[:, head], k[:, head // group]), scale, softcap),
-            v[:, head // group],
-            sinks[head],
-        )
-        for head in range(q.shape[1])
-    ]
-    return torch.stack(heads, 1)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    heads = zip(q.unbind(1), k.unbind(1), v.unbind(1), sinks, strict=True)
+    made = [attend(logits(scores(q, k), scale, softcap), v, sink) for q, k, v, sink in heads]
+    return torch.stack(made, 1)

@@ -11,15 +11,9 @@ several side by side, as device code that fails leaves its process without a GPU
 finding, with what the tool said; wrong, where results are beyond their bounds; failed, with the
 end of the error; timeout; not run, if the time was up before.
 
-Overflow is Triton's own check (``TRITON_DEBUG=1``): no sum, difference or product of integers of
-up to 32 bits wraps, but where the kernel says that it is to. ConSan knows copies, products and
-barriers in shared memory. It knows no barriers of the hardware by number, which these kernels reach
-through inline assembly: what they order looks like a race to it. A kernel stops at its first
-finding. FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and
-the finding is that an output is not the reference's (``payloads.py``). See docs/testing.md.
-
-``--merge`` writes the first file from the others, which several calls wrote. A later file's cases
-replace those of earlier ones, and each case names its commit.
+FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and the
+finding is that an output is not the reference's (``payloads.py``). docs/testing.md says what each
+tool can see. ``--merge`` writes the first file from the others, which several calls wrote.
 """
 
 from __future__ import annotations
@@ -35,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,6 +47,9 @@ TOOLS = {
     "memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     "overflow": {"TRITON_DEBUG": "1"},
 }
+COMPUTE_SANITIZER = shutil.which(
+    "compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+)
 # what all cases of a file have in common
 MACHINE = ("torch", "triton", "device", "capability")
 RESULT = "sanitized case: "
@@ -117,12 +115,6 @@ def run_case(name: str, device: str, tool: str) -> None:
 # ---- all cases
 
 
-def sanitizer() -> str | None:
-    """Return the path of compute-sanitizer."""
-    usual = Path("/usr/local/cuda/bin/compute-sanitizer")
-    return shutil.which("compute-sanitizer") or (str(usual) if usual.exists() else None)
-
-
 def has_fpsan() -> bool:
     """Say whether the Triton that is installed has FpSan."""
     from triton._C import libtriton
@@ -163,13 +155,13 @@ def compared(hopper: dict[str, Any], portable: dict[str, Any]) -> dict[str, Any]
 
 
 def _try(
-    tool: str, name: str, device: str, cache: str, limit: float, **changes: str
+    name: str, tool: str, device: str, cache: str, limit: float, changes: dict[str, str]
 ) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--case", name, "--device", device]
-    command += ["--tool", tool]
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", name]
+    command += ["--device", device, "--tool", tool]
     if tool == "memcheck":
         options = ("--tool", "memcheck", "--error-exitcode", "99", "--print-limit", "5")
-        command = [sanitizer() or "compute-sanitizer", *options, *command]
+        command = [str(COMPUTE_SANITIZER), *options, *command]
     sources = [str(ROOT / "packages" / package / "src") for package in OURS]
     path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": f"{cache}/{tool}"}
@@ -188,19 +180,11 @@ def _try(
     return {**told, "seconds": round(time.monotonic() - began, 1)}
 
 
-def try_case(tool: str, name: str, device: str, cache: str, limit: float) -> dict[str, Any]:
-    if tool != "fpsan":
-        return _try(tool, name, device, cache, limit)
-    switch = ALGEBRA[name].switch
-    both = [_try(tool, name, device, cache, limit, **{switch: on}) for on in ("1", "0")]
-    return {**compared(*both), "seconds": round(sum(told["seconds"] for told in both), 1)}
-
-
 def sanitize(
     tool: str, names: list[str], device: str, jobs: int, seconds: float, limit: float
 ) -> dict[str, Any]:
     """Try cases side by side; return what is said of each."""
-    why = "no compute-sanitizer" if tool == "memcheck" and sanitizer() is None else ""
+    why = "no compute-sanitizer" if tool == "memcheck" and COMPUTE_SANITIZER is None else ""
     why = "this Triton has no FpSan" if tool == "fpsan" and not has_fpsan() else why
     if why:
         return {name: {"outcome": "not run", "why": why} for name in names}
@@ -212,7 +196,11 @@ def sanitize(
             left = end - time.monotonic()
             if left < 5:
                 return {"outcome": "not run", "why": "the time was up"}
-            return try_case(tool, name, device, folder, min(limit, left))
+            given = name, tool, device, folder, min(limit, left)
+            if tool != "fpsan":
+                return _try(*given, {})
+            both = [_try(*given, {ALGEBRA[name].switch: on}) for on in ("1", "0")]
+            return {**compared(*both), "seconds": round(sum(x["seconds"] for x in both), 1)}
 
         for name, told in zip(names, pool.map(one, names), strict=True):
             found[name] = told
@@ -225,8 +213,8 @@ def sanitize(
 # ---- files
 
 
-def cases_of(tool: str) -> dict[str, Case]:
-    return {**(ALGEBRA if tool == "fpsan" else CASES)}
+def _cases_of(tool: str) -> Mapping[str, Case]:
+    return ALGEBRA if tool == "fpsan" else CASES
 
 
 def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -248,7 +236,7 @@ def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
         for name, told in file["cases"].items():
             if name not in cases or told["outcome"] not in ("not run", "timeout"):
                 cases[name] = {"commit": file["commit"], **told}
-    found = {name: cases[name] for name in cases_of(head["tool"]) if name in cases}
+    found = {name: cases[name] for name in _cases_of(head["tool"]) if name in cases}
     (most, _), *others = Counter(told["commit"] for told in found.values()).most_common()
     return with_counts(head, ", ".join([most, *(f"{n} of them {x}" for x, n in others)]), found)
 
@@ -271,7 +259,7 @@ def main() -> None:
         "--merge", type=Path, nargs="+", metavar="FILE", help="write the first from the others"
     )
     given = parser.parse_args()
-    names = [case.name for case in chosen(cases_of(given.tool).values(), given)]
+    names = [case.name for case in chosen(_cases_of(given.tool).values(), given)]
     if given.case:
         run_case(given.case, given.device, given.tool)
         return

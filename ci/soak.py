@@ -74,11 +74,10 @@ class Load:
         """Say whether the first token that differs is as good as the one without a cache."""
         right, prompt = self.expected[number], self.asked[number][0]
         pairs = enumerate(zip(answer, right, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), None)
+        at, torch = next((i for i, (a, b) in pairs if a != b), None), self.torch
         if at is None:
             return False
         tokens = [*prompt, *right[:at]]
-        torch = self.torch
 
         def attend(_: int, q: Any, k: Any, v: Any) -> Any:
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -140,11 +139,8 @@ def memory(device: str) -> dict[str, int]:
     """Return the bytes that the device and the process have."""
     torch = importlib.import_module("torch")
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    told = {"process": pages * resource.getpagesize(), "device": 0}
-    if device != "cpu":
-        torch.cuda.synchronize()
-        told["device"] = torch.cuda.memory_reserved()
-    return told
+    reserved = 0 if device == "cpu" else torch.cuda.memory_reserved()
+    return {"process": pages * resource.getpagesize(), "device": reserved}
 
 
 def serve(app: Any, requests: Load, end: float) -> None:
