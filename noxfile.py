@@ -228,7 +228,8 @@ def pytest(
         # what posargs select may lie in another tier, or another package
         success_codes=[0, 5] if session.posargs else [0],
     )
-    if session.posargs:
+    # nothing is run to list tests, or to print a version
+    if session.posargs and counts.exists() and not {"--collect-only", "--co"} & {*session.posargs}:
         suite = ElementTree.parse(counts).find("testsuite")
         SELECTED.append(0 if suite is None else int(suite.get("tests", 0)))
         session.notify("selected")

@@ -263,9 +263,11 @@ def nox(root, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize(("word", "status"), [("one", 0), ("other", 0), ("neither", 1)])
-def test_arguments_that_select_no_test_anywhere_fail(word, status, nox):
-    process = nox("-s", "check", "--", "-k", word)
+@pytest.mark.parametrize(
+    ("arguments", "status"), [("-k other", 0), ("-k neither", 1), ("-k one --collect-only", 0)]
+)
+def test_arguments_that_select_no_test_anywhere_fail(arguments, status, nox):
+    process = nox("-s", "check", "--", *arguments.split())
     text, _ = process.communicate(timeout=120)
     assert process.returncode == status, text
     assert ("no test was selected by: -k neither" in text) == (status == 1)
