@@ -277,8 +277,9 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
-def stay_alone(session: nox.Session) -> None:
-    """Wait until no other run uses dist/ and the environments of this clone."""
+@nox.session(default=False, venv_backend="none")
+def alone(session: nox.Session) -> None:
+    """Wait until no other run uses dist/ and the environments of this clone; runs before build."""
     try:
         LOCK.acquire(blocking=False)
     except Timeout:
@@ -286,10 +287,9 @@ def stay_alone(session: nox.Session) -> None:
         LOCK.acquire()
 
 
-@nox.session
+@nox.session(requires=["alone"])
 def build(session: nox.Session) -> None:
     """Build every sdist, and every wheel from its sdist, into dist/."""
-    stay_alone(session)
     tool(session, "build")
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES:

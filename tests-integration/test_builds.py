@@ -218,7 +218,7 @@ spec.loader.exec_module(noxfile)
 here = Path(__file__).parent
 noxfile.BUILD = here / "build"
 noxfile.LOCK = noxfile.FileLock(here / "run.lock")
-selected = noxfile.selected
+alone, selected = noxfile.alone, noxfile.selected
 
 
 @nox.session(venv_backend="none")
@@ -227,10 +227,9 @@ def check(session, name):
     noxfile.pytest(session, here / name, "device", name)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", requires=["alone"])
 @nox.parametrize("name", ["one", "other"])
 def use_dist(session, name):
-    noxfile.stay_alone(session)
     (here / "dist").mkdir()  # no other run has it
     (here / f"{name}-builds").touch()
     while not (here / "go").exists():

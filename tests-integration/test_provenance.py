@@ -207,9 +207,9 @@ def all_sessions(noxfile):
                 yield value, [] if package is None else [package]
 
 
-def test_no_session_asks_an_index_for_ours(noxfile, monkeypatch):
+def test_no_session_asks_an_index_for_ours(noxfile, monkeypatch, tmp_path):
     monkeypatch.setattr(noxfile.shutil, "rmtree", lambda *_, **__: None)
-    monkeypatch.setattr(noxfile, "stay_alone", lambda _: None)
+    monkeypatch.setattr(noxfile, "LOCK", noxfile.FileLock(tmp_path / "lock"))
     seen = {}
     for session, arguments in all_sessions(noxfile):
         recorder = Recorder()
