@@ -2,10 +2,10 @@
 
     python ci/mutants.py lightning-attn --seconds 600 --json mutants.json
     python ci/mutants.py lightning-attn --list --kind dropped
-    python ci/mutants.py lightning-attn --file walk.py --only walk_kernel --count 5
+    python ci/mutants.py lightning-attn --file _linear/portable/walk.py --count 5
 
 Each mistake gets a process, forked from one that has imported torch and Triton, and a copy of the
-package's source. ``mutants.json`` says which tests see a file of ``_kernels/``. Outcomes:
+package's source. ``mutants.json`` says which tests see a file. Outcomes:
 
     caught      a test failed, or the package did not load
     hung        the tests took four times as long as without a mistake; counts as caught
@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -43,14 +43,15 @@ from mutations import Mutation, mutations_of, sample
 from results import ROOT, commit, parser_of, write
 
 SURVIVORS = ROOT / "ci" / "survivors.json"
-# which tests see a file of _kernels/, files or parts of them: the first line whose pattern fits
+# which tests see a file of a package, files or parts of them: the first line whose pattern fits
 TESTS: dict[str, dict[str, list[str]]] = json.loads((ROOT / "ci" / "mutants.json").read_text())
+IMPORT = r"^ *from (\.+)([\w.]*) import (\((?:[^)]*)\)|.*)"
 CAUGHT, SURVIVED, HUNG, NOT_RUN = "caught", "survived", "hung", "not run"
 Outcome = tuple[Mutation, str]
 
 
 def tests_of(package: str, file: str) -> tuple[str, ...]:
-    """Return the tests that see a file of ``_kernels/``."""
+    """Return the tests that see a file of a package."""
     for pattern, names in TESTS[package].items():
         if fnmatch.fnmatch(file, pattern):
             return tuple(names)
@@ -61,29 +62,38 @@ def source_of(package: str) -> Path:
     return ROOT / "packages" / package / "src"
 
 
-def kernels_of(package: str, source: Path | None = None) -> Path:
-    return (source or source_of(package)) / package.replace("-", "_") / "_kernels"
+def package_of(package: str, source: Path | None = None) -> Path:
+    return (source or source_of(package)) / package.replace("-", "_")
 
 
 def files_of(package: str) -> list[str]:
-    """Return the names of the files of ``_kernels/``, and of linked ones those that it uses."""
-    folder = kernels_of(package)
+    """Return the files that hold kernels, and of linked ones those that the package uses."""
+    folder = package_of(package)
     walked = os.walk(folder, followlinks=True)
     paths = [Path(place) / name for place, _, names in walked for name in names]
     texts = {p.relative_to(folder).as_posix(): p.read_text() for p in paths if p.suffix == ".py"}
-    own = "\n".join(text for name, text in texts.items() if "_linked/" not in name)
-    linked = {Path(name).stem: text for name, text in texts.items() if "_linked/" in name}
-    used, more = set[str](), set(re.findall(r"_linked\.(\w+)", own))
-    while more - used:
+    if package == "nki-paged-attn":
+        return sorted(name for name in texts if name.startswith("_kernels/"))
+    used, more = set[str](), {name for name in texts if "_linked/" not in name}
+    while more:
         used |= more
-        more = {stem for x in more for stem in re.findall(r"from \.(\w+)", linked.get(x, ""))}
-    return sorted(name for name in texts if "_linked/" not in name or Path(name).stem in used)
+        more = {found for name in more for found in _imported(name, texts)} - used
+    return sorted(name for name in used if re.search(r"^@\w+\.jit", texts[name], re.MULTILINE))
+
+
+def _imported(name: str, texts: dict[str, str]) -> Iterator[str]:
+    """Yield the files that one file imports modules or names of."""
+    for dots, module, names in re.findall(IMPORT, texts[name], re.MULTILINE):
+        base = [*Path(name).parts[: -len(dots)], *filter(None, module.split("."))]
+        for more in ([], *([word] for word in re.findall(r"\w+", names))):
+            if (file := "/".join([*base, *more]) + ".py") in texts:
+                yield file
 
 
 def all_mutations(package: str) -> list[Mutation]:
     """Return every mutation of a package's kernels, in the order of files and lines."""
     # nki kernels are functions without a decorator
-    is_nki, folder = package == "nki-paged-attn", kernels_of(package)
+    is_nki, folder = package == "nki-paged-attn", package_of(package)
     files = files_of(package)
     return [m for f in files for m in mutations_of(folder / f, f, every_function=is_nki)]
 
@@ -98,7 +108,7 @@ class Tree:
         compileall.compile_dir(self.source, quiet=1)
 
     def path(self, file: str) -> Path:
-        return kernels_of(self.package, self.source) / file
+        return package_of(self.package, self.source) / file
 
     @contextlib.contextmanager
     def changed(self, file: str, text: bytes) -> Any:
@@ -127,7 +137,14 @@ def _child(package: str, source: Path, tests: Sequence[str]) -> None:
     marks = [] if package == "nki-paged-attn" else ["-m", "not aot and not device and not mutation"]
     quiet = ["-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"]
     pytest = importlib.import_module("pytest")
-    os._exit(int(pytest.main([*quiet, *marks, *(f"tests/{name}" for name in tests)])))
+    os._exit(int(pytest.main([*quiet, *marks, *map(path_of, tests)])))
+
+
+def path_of(test: str) -> str:
+    """Return where a test lies from its package's folder, by the name of its file."""
+    file, *rest = test.split("::")
+    (path,) = Path("tests").rglob(file)
+    return "::".join([str(path), *rest])
 
 
 def run_tests(package: str, source: Path, tests: Sequence[str], limit: float) -> tuple[int, float]:
@@ -269,7 +286,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random order")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="mutants whose name holds this")
-    parser.add_argument("--file", default="", help="mutants of this file of _kernels/")
+    parser.add_argument("--file", default="", help="mutants of this file of the package")
     parser.add_argument("--kind", default="", help="of one kind, dropped for instance")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     given = parser.parse_args()
