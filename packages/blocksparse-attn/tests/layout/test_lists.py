@@ -168,7 +168,7 @@ class Part:
 def test_streams_wait_for_all_that_others_planned(monkeypatch):
     from blocksparse_attn._layout import kept_lists
 
-    layout = SimpleNamespace(device=torch.device("cuda", 0), kept_lists={}, _ready=None)
+    layout = SimpleNamespace(device=torch.device("cuda", 0), _kept_lists={}, _ready=None)
     first, second, third = streams = [Stream(i) for i in range(3)]
     now = [first]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
