@@ -1,4 +1,4 @@
-"""A checked call: its tensors, its options, its layout, and what the checks of its form came to."""
+"""A checked call: its tensors, options and layout, and what all calls of its signature share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# tensors of ``Pairs`` of ``_layout/lists.py``
+# number of tensors in :class:`.._layout.lists.Pairs`
 PAIRS = 6
 
 
@@ -19,12 +19,12 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
-    # of the layout: see ``TokenRule.bounds``
+    # the layout's token rule: see ``TokenRule.bounds``
     rule: Tensor | None = None
 
 
 class Pattern(NamedTuple):
-    """What a launch depends on of a layout, besides its lists."""
+    """The properties of a layout, apart from its lists, on which a launch depends."""
 
     is_shared: bool
     rows: int
@@ -33,38 +33,38 @@ class Pattern(NamedTuple):
     block_k: int
     rows_alike: bool
     max_row: int
-    # sequences that each have rows of their own, or 0
+    # number of sequences if each has its own rows, else 0
     batch: int = 0
 
 
 class ListForm(NamedTuple):
-    """What lists depend on of a call, besides their layout and their kind."""
+    """The properties of a call, apart from layout and kind of list, on which its lists depend."""
 
     group: int  # query heads per key head
-    head_dim: int  # the wider of the two
-    itemsize: int  # bytes of a number
+    head_dim: int  # max(head_dim, head_dim_v)
+    itemsize: int  # bytes per element
     causal: bool
 
 
 class Options(NamedTuple):
-    """What is no tensor; the lengths are not among them."""
+    """The arguments that are not tensors, without the lengths."""
 
     softmax_scale: float
     causal: bool
     num_splits: int
-    # query i stands at position i, and not so that the last one stands at the last key
+    # query i stands at position i; otherwise at i + seqlen_k - seqlen_q
     top_left: bool = False
 
 
 class Bounds(NamedTuple):
-    """What no sequence is longer than."""
+    """Upper bounds of the lengths of all sequences."""
 
     seqlen_q: int
     seqlen_k: int
 
 
 class Common(NamedTuple):
-    """The last arguments of both operators: a layout with its rule, and what is no tensor."""
+    """The last arguments of both operators: layout, token rule, lengths and options."""
 
     crow: Tensor
     col: Tensor
@@ -83,7 +83,7 @@ class Common(NamedTuple):
 
     @property
     def pattern(self) -> Pattern:
-        """What a launch depends on of the layout."""
+        """The properties of the layout on which a launch depends."""
         heads, rows = self.crow.shape[-2], self.crow.shape[-1] - 1
         batch = self.crow.shape[0] if self.crow.ndim == 3 else 0
         sizes = rows, self.cols, self.block_q, self.block_k
@@ -91,51 +91,51 @@ class Common(NamedTuple):
 
     @property
     def options(self) -> Options:
-        """What is no tensor, besides the lengths."""
+        """The arguments that are not tensors, without the lengths."""
         return Options(self.softmax_scale, self.causal, self.num_splits, self.top_left)
 
     @property
     def bounds(self) -> Bounds:
-        """What no sequence is longer than."""
+        """Upper bounds of the lengths."""
         return Bounds(self.max_seqlen_q, self.max_seqlen_k)
 
 
 class Walks(NamedTuple):
-    """The lists that kernels walk, as ``Lists`` of ``_layout/lists.py``; empty where none will."""
+    """The lists that kernels walk, as :class:`.._layout.lists.Lists`; empty if no kernel does."""
 
     tall: tuple[Tensor, ...] = ()
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
-    # of the backward for Hopper: ``Pairs`` of ``_layout/lists.py``; if dq has a launch of its own,
-    # the forward's lists follow, by which it is made
+    # for the Hopper backward, as ``Pairs``; if dq has its own launch, that launch walks the
+    # forward's lists, which then follow
     pairs: tuple[Tensor, ...] = ()
 
     @property
     def repeat(self) -> bool:
-        """Whether the backward for Hopper makes gradients that repeat bit for bit."""
+        """Whether the gradients of the Hopper backward repeat bit for bit."""
         return len(self.pairs) > PAIRS
 
 
 class Plan(Protocol):
-    """How calls of one form are launched past the operators; see ``launch.py``."""
+    """Launches calls of one signature without the operators; see ``launch.py``."""
 
     def forward(self, x: Tensors, walks: Walks, bounds: Bounds) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``."""
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether tensors that were put away since still lie in memory as they did."""
+        """Say whether saved tensors still have the strides and the alignment of the forward."""
 
     def backward(
         self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(dq, dk, dv)`` of tensors that fit."""
+        """Return ``(dq, dk, dv)``; ``x`` must fit."""
 
 
 class Checked(NamedTuple):
-    """What is known of every call of one form with one layout."""
+    """What all calls of one signature with one layout share."""
 
     options: Options
     walks: Walks
-    # how to launch it past the operators; None where they have to be asked
+    # launches the call without the operators; None if the call must go through them
     plan: Plan | None = None

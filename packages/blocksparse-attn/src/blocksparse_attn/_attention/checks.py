@@ -1,7 +1,7 @@
-"""Argument checks of the public functions: what is wrong, what was expected, what came.
+"""Argument checks of the public functions.
 
-They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
-neither wait for the device nor break a graph capture.
+Except for ``check_values``, they read types, shapes, dtypes, strides and devices, never tensor
+data: so they neither wait for the device nor break a graph capture.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ _FORMS = {
 }
 _PAGED_FORM = "[pages, page_size, heads_k, head_dim]"
 _VARLEN = "use blocksparse_attn_varlen_func"
-# what other attention functions take, and what to do here
+# arguments of other attention functions, and what to use here instead
 _ELSEWHERE = {
     "attn_mask": "use a layout: BlockSparseLayout.from_dense takes a mask of blocks",
     "block_mask": "use layout; integrations.flex_attention.from_block_mask converts one",
@@ -60,12 +60,12 @@ _ELSEWHERE = {
 
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
-    """Raise for keyword arguments that do not exist, and say what does."""
+    """Raise for unknown keyword arguments, and name the ones to use instead."""
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
-    """Check the three main tensors: 4 dimensions for sequences of one length, 3 packed."""
+    """Check q, k and v: 4 dimensions if all sequences have one length, 3 if packed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     if q.dtype not in FLOAT_DTYPES:
@@ -84,7 +84,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
 
 
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
-    """Check the main tensors of the reference: any float dtypes, any head dimension."""
+    """Check q, k and v of the reference: any float dtype, any head dimension."""
     check_floats(q, k, v)
     _check_forms(q, k, v, ndim, paged)
     _check_heads(q, k, v)
@@ -99,7 +99,7 @@ def check_values(
     max_seqlen_k: int,
     block_table: Tensor | None,
 ) -> None:
-    """Check what offsets and pages hold; this waits for a GPU."""
+    """Check the values of offsets and page numbers; this waits for a GPU."""
     check_offset_values(
         "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
     )
@@ -119,7 +119,7 @@ def check_values(
 
 
 def check_block_table(q: Tensor, k: Tensor, v: Tensor, batch: int, block_table: Tensor) -> None:
-    """Check the pages of each sequence, but for how many there are."""
+    """Check ``block_table``, except the number of pages."""
     check_indices("block_table", block_table)
     check_device("block_table", block_table, q)
     if block_table.ndim != 2 or block_table.shape[0] != batch:
@@ -144,7 +144,7 @@ def check_is_layout(layout: Any) -> None:
 
 
 def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) -> None:
-    """Check that a layout serves these heads and sequences on this device."""
+    """Check that a layout fits the heads, sequences and device of a call."""
     check_is_layout(layout)
     if layout.device != q.device:
         raise ValueError(
@@ -152,7 +152,7 @@ def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) ->
             "layout.to(device) moves it"
         )
     heads_q, heads_k, heads = q.shape[-2], k.shape[-2], layout.num_heads
-    # not by ``in``: under torch.compile a number is in no tuple of symbols
+    # not ``in``: under torch.compile, ``in`` does not find a number in a tuple of symbols
     if heads != 1 and heads != heads_q and heads != heads_k:
         raise ValueError(
             f"heads of layout must be 1 or those of q, {heads_q}, or of k, {heads_k}, got {heads}"
@@ -174,7 +174,7 @@ def check_cover(
     top_left: bool,
     block_table: Tensor | None = None,
 ) -> None:
-    """Check that a layout's rows reach as far as queries stand, and the pages as the keys."""
+    """Check that the layout's rows cover all positions of queries, and the pages all keys."""
     side = layout.block_size[0]
     what, needed = ("queries", max_seqlen_q) if top_left else ("keys", max_seqlen_k)
     if needed > layout.num_rows * side:
@@ -187,7 +187,7 @@ def check_cover(
 
 
 def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:
-    """Check that there are pages for the longest sequence."""
+    """Check that ``block_table`` has enough pages for the longest sequence."""
     if block_table.shape[1] * k.shape[1] < max_seqlen_k:
         raise ValueError(
             f"block_table must hold max_seqlen_k, {max_seqlen_k}, in pages of {k.shape[1]}, "
@@ -203,7 +203,7 @@ def check_options(
     return_lse: bool,
     align: str,
 ) -> Options:
-    """Check what is not a tensor; return the options as the operators take them."""
+    """Check the arguments that are not tensors; return them as the operators take them."""
     check_flag("causal", causal)
     check_flag("return_lse", return_lse)
     if not is_int(num_splits):

@@ -1,9 +1,9 @@
-"""What CPU tensors run: tiles of queries, over the keys that some query of the tile sees.
+"""Eager attention for CPU tensors: tiles of queries, each with the keys that its queries see.
 
-A tile is of one sequence, and of the query heads of one key head, or of several if it has few
-queries or few scores. It is computed as if it were alone: products of a larger batch may round
-otherwise. Nothing is as large as queries times keys. The derivative is written out, as an operator
-may run where autograd is switched off; the tests hold it against autograd through the definition.
+A tile belongs to one sequence and holds the query heads of one key head, or of several key heads
+if it has few queries or few scores. Each tile has its own products, as a larger batched product
+may round differently. No tensor has the size queries times keys. The derivative is written out
+because an operator may run without autograd; tests compare it with autograd of the reference.
 """
 
 import math
@@ -29,22 +29,22 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 # positions of a tile
 TILE = 128
-# scores up to which heads of keys share a tile: the arithmetic takes less than another tile's calls
+# key heads share a tile of up to so many scores: more arithmetic is cheaper than more calls
 FEW = 2**17
 
 
 class Tile(NamedTuple):
-    """A tile of queries of a sequence, and the keys that it is computed with."""
+    """A tile of queries of a sequence, and the keys that they see."""
 
     rows: slice
-    heads: slice  # of queries
-    heads_k: slice
+    heads: slice  # query heads
+    heads_k: slice  # key heads
     keys: Tensor  # int64 [keys]
     visible: Tensor  # bool [heads, rows, keys]
 
 
 class Sequence(NamedTuple):
-    """A sequence: where it is among packed tokens, and its tensors in fp32, heads first."""
+    """A sequence: its slices of the packed tokens, and its tensors in fp32, heads first."""
 
     rows: slice
     keys: slice
@@ -94,10 +94,10 @@ def attention_backward(
                 at = tile.heads, tile.rows
                 sees = tile.visible.any(-1, keepdim=True)
                 p = torch.exp(s - own_lse[at].masked_fill(~sees[..., 0], 0.0)[..., None])
-                # what arrives at rows that see no key counts for nothing, NaN neither
+                # dout of a fully masked row is ignored, even if it is NaN
                 arrived = own_dout[at].masked_fill(~sees, 0.0)
                 dp = _times(arrived, values.mT)
-                # what every logit of a row gets in common: from the normalisation, and from the lse
+                # the terms that all logits of a row share: the normalisation's and the lse's
                 common = own_dlse[at].masked_fill(~sees[..., 0], 0.0)[..., None]
                 ds = p * (dp - (p * dp).sum(-1, keepdim=True) + common) * call.softmax_scale
                 dq[at] = _times(ds, keys)
@@ -112,9 +112,9 @@ def attention_backward(
 
 
 def _scores(one: Sequence, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores of a tile, -inf where a query does not see a key, the keys and the values.
+    """Return the scores of a tile (-inf where a query does not see a key), its keys and values.
 
-    What the queries of a head of keys do not see is 0, as NaN may stand there: ``0 * NaN`` is NaN.
+    Keys that no query of their head sees are set to 0: they may hold NaN, and ``0 * NaN`` is NaN.
     """
     keys, values = (t[tile.heads_k, tile.keys] for t in (one.k, one.v))
     unseen = ~_grouped(tile.visible, len(keys)).any(1)[..., None]
@@ -124,17 +124,17 @@ def _scores(one: Sequence, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Te
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply the rows of all heads of a group by the matrix of their head of keys."""
+    """Multiply the rows of each query head by the matrix of its key head."""
     return (_grouped(x, len(y)) @ y).view(*x.shape[:-1], y.shape[-1])
 
 
 def _grouped(x: Tensor, heads_k: int) -> Tensor:
-    """See rows of query heads as those of heads of keys."""
+    """View the rows of query heads as rows of their key heads."""
     return x.reshape(heads_k, -1, x.shape[-1])
 
 
 def _sequences(x: Tensors, call: Common) -> Iterator[Sequence]:
-    """Go through the sequences of a call."""
+    """Yield the sequences of a call."""
     q, k, v = _packed(x.q), x.k, x.v
     if x.block_table is None:
         k, v = _packed(k), _packed(v)
@@ -162,7 +162,7 @@ def _tiles(
     heads: tuple[int, int],
     rule: Tensor | None,
 ) -> Iterator[Tile]:
-    """Go through the tiles of a sequence that see keys, whose blocks ``dense`` says."""
+    """Yield the tiles of a sequence that see keys; ``dense`` is the sequence's mask of blocks."""
     (seqlen_q, seqlen_k), group = lengths, heads[0] // heads[1]
     block_size, causal = (call.block_q, call.block_k), call.causal
     diagonal = 0 if call.top_left else seqlen_k - seqlen_q
@@ -174,7 +174,7 @@ def _tiles(
         # the blocks that some row keeps
         first, last = max(low, 0) // call.block_q, max(high - 1, -1) // call.block_q + 1
         end = min(high, seqlen_k) if causal else seqlen_k
-        # heads of keys that make a tile between them
+        # key heads that share a tile
         few = FEW // max((high - low) * group * max(end, 1), 1)
         step = min(max(TILE // (high - low), few, 1), heads[1])
         for head in range(0, heads[1], step):
@@ -194,7 +194,7 @@ def _tiles(
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """Return a copy in fp32 with heads first, which lies in memory alike whatever ``x`` does."""
+    """Return a contiguous copy in fp32 with heads first."""
     return x.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 

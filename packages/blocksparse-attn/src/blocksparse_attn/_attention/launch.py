@@ -1,10 +1,10 @@
-"""How calls are launched: the plan of each form, and the two launchers that operators call.
+"""The launcher of the calls of each signature (``Plan``), and the two functions of the operators.
 
-Forward: one program owns a tile of queries. Sequences of a few queries have tiles of their own,
-over whose keys several programs may be split. Backward: first two numbers per row; then dk and dv
-by tiles of keys, which walk the transposed layout, and dq by tiles of queries, which walk the
-layout. The method is FlashAttention-2's (Dao, 2023). On Hopper kernels of ``hopper`` serve what
-they can of either pass.
+Forward: one program owns a tile of queries. Sequences of a few queries have smaller tiles, and
+several programs may split the keys of one tile. Backward: the first launch writes two numbers per
+row. The second makes dk and dv by tiles of keys, which walk the transposed layout; the third makes
+dq by tiles of queries, which walk the layout. The method is FlashAttention-2's (Dao, 2023). On
+Hopper, the kernels in ``hopper`` run instead for the calls that they support.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from .tiles import (
     tall_shape,
 )
 
-# programs per multiprocessor that a decode is split into, and the least steps of a program
+# a decode is split into WAVES programs per multiprocessor, each with at least LEAST_STEPS steps
 WAVES = 4
 LEAST_STEPS = 4
-# rows per program of the launch that numbers them
+# rows per program of ``row_kernel``
 ROWS = 32
 
-# a grid, tensors and numbers: what a launch is called with
+# the arguments of a launch: grid, tensors, numbers
 Arguments = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
 class Plan:
-    """The launches of all calls of one form.
+    """The launches that all calls of one signature share.
 
     Args:
-        x: tensors of a call, as ``readable`` leaves them.
-        pattern: what depends on its layout.
-        options: what is no tensor.
-        is_kept: whether the plan serves later calls.
+        x: tensors of a call, as ``readable`` returns them.
+        pattern: the properties of its layout.
+        options: its arguments that are not tensors.
+        is_kept: whether later calls reuse this object.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class Plan:
         self._short = ShortForward(form, x)
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether tensors that were put away since still lie in memory as they did."""
+        """Say whether saved tensors still have the strides and the alignment of the forward."""
         return self._form.fits(x)
 
     def forward(self, x: Tensors, walks: Walks, bounds: Bounds) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them.
+        """Return ``(out, lse)``; ``x`` is as ``readable`` returns it.
 
-        Launches are called here, and nowhere further down: each frame takes its time.
+        All launches are called from this frame: each further frame costs host time.
         """
         form, q = self._form, x.q
         out = q.new_empty((*q.shape[:-1], form.head_dim_v))
         per_head = (form.heads_q, q.shape[-3])
         lse_shape = per_head if form.is_packed else (form.batch, *per_head)
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-        if form.batch == 0:  # a packed call may hold nothing but padding
+        if form.batch == 0:  # all tokens of a packed call may be padding
             return out.zero_(), lse.fill_(-math.inf)
         if walks.tall:
             self._tall.launch(*self._tall.arguments(x, walks.tall, out, lse))
@@ -103,7 +103,7 @@ class Plan:
     def backward(
         self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(dq, dk, dv)`` of tensors that fit."""
+        """Return ``(dq, dk, dv)``; ``x`` must fit."""
         return self._backward(x, walks, out, lse, dout, dlse)
 
 
@@ -118,7 +118,7 @@ class TallForward:
     def arguments(
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
     ) -> Arguments:
-        """Return what the launch is called with."""
+        """Return the arguments of the launch."""
         queries = self._queries
         tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
         tensors, numbers = _forward_arguments(
@@ -128,10 +128,10 @@ class TallForward:
 
 
 class Split:
-    """How the tiles of a few queries are shared out, and where what splits find is kept."""
+    """The splits of the tiles of a few queries, and the buffers of their partial results."""
 
     def __init__(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> None:
-        # a tile may begin ahead of the sequence's first query
+        # a tile may begin before the sequence's first query
         longest = min(bounds.seqlen_q, SHORT)
         self.tiles = cdiv(longest - 1, queries.shape.positions) + 1 if longest > 1 else 1
         self.programs = form.batch * self.tiles * queries.units
@@ -163,7 +163,7 @@ class ShortForward:
         self.merge = launch_on(attention_kernel, queries.tile, merging)
 
     def split(self, x: Tensors, bounds: Bounds) -> Split:
-        """Share out the tiles of a call."""
+        """Return how the tiles of a call are split."""
         return Split(self._form, self._queries, x, bounds)
 
     def arguments(
@@ -175,7 +175,7 @@ class ShortForward:
         split: Split,
         fills: bool,
     ) -> Arguments:
-        """Return what the launch is called with; it may have to write what padding gives."""
+        """Return the arguments of the launch; ``fills``: it also writes the rows of padding."""
         written = out, None, lse, *split.parts
         tensors, numbers = _forward_arguments(
             self._form, self._queries, x, walk, written, split.tiles, split.splits, fills
@@ -222,7 +222,7 @@ def _numbers_of(
     stride_table: int = 0,
     strides: tuple[int, ...] = (0, 0, 0),
 ) -> Numbers:
-    """Return the numbers of a launch; ``strides`` are those of the output's gradient."""
+    """Return the numbers of a launch; ``strides`` are the strides of dout."""
     sizes = form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3]
     tables = stride_table, rule_stride(x)
     return Numbers(
@@ -231,7 +231,7 @@ def _numbers_of(
 
 
 class BackwardPlan:
-    """The launches of the backward pass of all calls of one form."""
+    """The backward launches that all calls of one signature share."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
@@ -257,11 +257,11 @@ class BackwardPlan:
     def __call__(
         self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(dq, dk, dv)``; the tensors of ``x`` are of the form."""
+        """Return ``(dq, dk, dv)``; ``x`` has the signature of this object."""
         q, k, v = x.q, x.k, x.v
         dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+        if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # no query sees a key
             return dq.zero_(), dk.zero_(), dv.zero_()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
@@ -287,7 +287,7 @@ class BackwardPlan:
     def _run(
         self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
-        """Fill the gradients by the portable kernels."""
+        """Write the gradients with the portable kernels."""
         form, lse = self._form, rows.lse_ptr
         tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
         strides = token_strides(rows.dout_ptr)
@@ -354,7 +354,7 @@ def launch_backward(
     widths = [t.shape[-1] for t in x[:3]]
     x = readable(x)
     plan = BackwardPlan(Form(x, call.pattern, call.options))
-    # as wide as the values
+    # ``readable`` may have widened v
     out, dout = (widened(t, x.v.shape[-1]) for t in (out, dout))
     dq, dk, dv = map(first_columns, plan(x, walks, out, lse, dout, dlse), widths)
     return dq, dk, dv

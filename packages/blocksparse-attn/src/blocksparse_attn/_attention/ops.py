@@ -1,8 +1,8 @@
-"""Operator schemas, their fakes and their CPU kernels, and the autograd function over them.
+"""The operators' schemas, fakes and CPU kernels, and the autograd functions.
 
 Importing this module imports torch, but neither triton nor the kernels. CUDA and HIP tensors run
-the Triton kernels. CPU tensors run the eager code of :mod:`.eager`, or, in a process started
-with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
+the Triton kernels. CPU tensors run the eager code of :mod:`.eager`, or, in a process started with
+``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 from collections.abc import Hashable, Sequence
@@ -49,16 +49,16 @@ _COMMON = (
     f"{_LAYOUT}, SymInt max_row, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
     "bool causal, int num_splits, bool top_left, Tensor? rule"
 )
-# where the forward operator's lists begin: ahead of them stand the tensors of a call but the rule
+# index of the first list in the forward operator's arguments: after the tensors without the rule
 _LISTS = len(Tensors._fields) - 1
-# output, log-sum-exp, and the gradients of both
+# out, lse, dout, dlse
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _made_of(crow: Tensor, col: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Return what lists are made of, from the arguments of the operator that makes them."""
+    """Return the arguments of ``make_lists`` from those of the operator ``plan``."""
     cols, block_q, block_k, rows_alike, group, head_dim, itemsize, causal, kind, rule = rest
-    # symbols are numbers here
+    # int() and bool() turn symbols into numbers
     form = ListForm(int(group), int(head_dim), itemsize, causal)
     heads, rows = crow.shape[-2], crow.shape[-1] - 1
     pattern = Pattern(bool(heads == 1), rows, int(cols), block_q, block_k, rows_alike, max_row=0)
@@ -88,7 +88,7 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
 
 
 def _split_forward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Common]:
-    """Return what the arguments of the forward operator are."""
+    """Return the forward operator's arguments as structures."""
     call = Common(*arguments[-len(Common._fields) :])
     tensors, walks = (*arguments[:_LISTS], call.rule), arguments[_LISTS : -len(call)]
     return Tensors(*tensors), Walks(*(tuple(walk or ()) for walk in walks)), call
@@ -106,7 +106,7 @@ def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_values(x: Tensors, bounds: Bounds) -> None:
-    """Check what packed tensors on the CPU hold; a trace does not come here."""
+    """Check the values of offsets and pages on the CPU; a trace never calls this."""
     if x.cu_seqlens_q is not None and x.cu_seqlens_k is not None:
         check_values(x.q, x.k, x.cu_seqlens_q, x.cu_seqlens_k, *bounds, x.block_table)
 
@@ -117,7 +117,7 @@ def _check_forward(*arguments: Any) -> None:
 
 
 def _split_backward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Common, Results]:
-    """Return what the arguments of the backward operator are."""
+    """Return the backward operator's arguments as structures."""
     call = Common(*arguments[-len(Common._fields) :])
     dout, q, k, v, out, lse, dlse, starts_q, starts_k, *lists = arguments[: -len(call)]
     walks = Walks((), (), *(tuple(walk or ()) for walk in lists))
@@ -130,13 +130,13 @@ def _backward_triton(*arguments: Any) -> Grads:
 
     x, walks, call, results = _split_backward(arguments)
     if not (walks.by_key or walks.pairs):
-        # a graph that was exported without gradients
+        # the graph was exported without gradients
         walks = walks._replace(by_query=_made(x, call, "dq"), by_key=_made(x, call, "dkdv"))
     return launch_backward(x, walks, call, *results)
 
 
 def _made(x: Tensors, call: Common, kind: str) -> tuple[Tensor, ...]:
-    """Return lists that a call has not brought."""
+    """Make lists that are missing from a call."""
     return tuple(_plan(*call[:6], *_form_of_lists(x, call.causal), kind, call.rule))
 
 
@@ -187,10 +187,10 @@ def checked(
     form: Hashable | None,
     repeats: bool,
 ) -> Checked:
-    """Work out what serves every call of a form, and keep it with the layout.
+    """Return what all calls of a signature share, and keep it with the layout.
 
-    Without a form there is no plan, and nothing is kept. ``repeats`` asks for gradients that repeat
-    bit for bit.
+    ``form`` is the signature; if it is None, there is no plan and nothing is kept. ``repeats`` asks
+    for gradients that repeat bit for bit.
     """
     layout = layout._for_heads(x.q.shape[-2])
     plan = None
@@ -201,7 +201,7 @@ def checked(
         from .launch import Plan
         from .portable.form import is_served_as_is
 
-        if is_served_as_is(x):  # others are copied first
+        if is_served_as_is(x):  # other tensors have to be copied first, by the operator
             plan = Plan(x, layout._pattern, options, is_kept=True)
     known = Checked(options, walks, plan)
     return known if is_capturing(x.q.device) else layout._calls.keep(form, known)
@@ -220,12 +220,12 @@ def _walks(
     may_pair = _needs_grad(x) and not may_end_early(options.causal, options.top_left)
     pattern = layout._pattern
     has_pairs = may_pair and takes_hopper_backward(x, pattern)
-    # dq may be made by the lists of the forward
+    # a dq launch of its own walks the forward's lists
     form = layout._col.shape[1], x.q.shape[-1], x.q.shape[-2] // x.k.shape[-2], x.q.device
     by_rows = has_pairs and (repeats or has_short_rows(pattern, *form))
     by_rows = by_rows and takes_hopper_forward(x, pattern, options)
     has_pairs = by_rows if repeats else has_pairs
-    # which kernels serve a packed call depends on its lengths
+    # the lengths of a packed call decide which backward runs, so it needs the lists of both
     is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
     named = ("pairs", "tall") if by_rows else ("pairs",) if has_pairs else ()
     return Walks(
@@ -238,12 +238,12 @@ def _walks(
 
 
 def _operands(walks: Sequence[Sequence[Tensor]]) -> list[list[Tensor] | None]:
-    """Return lists as operators take them: None for an empty one, as AOTInductor hands it on."""
+    """Return lists as the operators take them: AOTInductor needs None for an empty list."""
     return [list(walk) or None for walk in walks]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Put away what the derivative of the forward operator needs."""
+    """Save what the derivative of the forward operator needs."""
     x, walks, call = _split_forward(inputs)
     lists = [one for walk in walks[2:] for one in walk]
     ctx.save_for_backward(*x[:5], *output, call.rule, call.crow, call.col, *lists)
@@ -260,7 +260,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     arguments: tuple[Any, ...] = crow, col, *ctx.call, rule
     call = Common(*arguments)
     grads = _run_backward(Tensors(*tensors), walks, call, out, lse, dout, dlse)
-    # of a list of tensors an operator's derivative has a list, a function's nothing
+    # an operator's derivative returns a list for a list of tensors, a function's returns None
     needs = ctx.needs_input_grad[3:]
     return *grads, *([None] * len(one) if isinstance(one, (list, tuple)) else None for one in needs)
 
@@ -274,7 +274,7 @@ def _run_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> Grads:
-    """Return the gradients by the backward operator, whose own derivative raises."""
+    """Return the gradients from the backward operator; a second derivative raises."""
     if dout is None:
         dout = torch.zeros_like(out)
     results = out, lse, dlse
@@ -293,7 +293,7 @@ def _call_of(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Opt
 
 
 class _Planned(torch.autograd.Function):
-    """The two passes of a planned call, past the operators."""
+    """Both passes of a call that is launched without the operators."""
 
     @staticmethod
     def forward(
@@ -306,7 +306,7 @@ class _Planned(torch.autograd.Function):
         bounds: Bounds,
         known: Checked,
     ) -> tuple[Tensor, Tensor]:
-        """Take what may have a gradient, and ``x``, all tensors of the call."""
+        """Take q, k and v for autograd, and ``x``, all tensors of the call."""
         out, lse = known.plan.forward(x, known.walks, bounds)  # type: ignore[union-attr]
         ctx.save_for_backward(*x, out, lse)
         ctx.layout, ctx.bounds, ctx.known = layout, bounds, known
@@ -334,7 +334,7 @@ def _needs_grad(x: Tensors) -> bool:
 def attention(
     x: Tensors, layout: BlockSparseLayout, bounds: Bounds, known: Checked
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
+    """Compute ``(out, lse)``, through the autograd function if a gradient is needed."""
     refuse_tangents(x)
     walks, options, plan = known.walks, known.options, known.plan
     if plan is None:

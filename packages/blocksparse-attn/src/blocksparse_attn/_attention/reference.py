@@ -1,8 +1,8 @@
-"""Block-sparse attention by its definition: eager, any float dtype, differentiable by autograd.
+"""Reference of block-sparse attention: eager PyTorch, any float dtype, differentiable by autograd.
 
-This is the oracle of the kernels' tests. It holds the whole score matrix,
-``O(seqlen_q * seqlen_k)`` memory, and shares no code with the kernels. Inputs in float64 are
-computed in float64, all others in float32, and only the output is rounded to the input's dtype.
+The kernels' tests compare with it. It holds the whole score matrix, ``O(seqlen_q * seqlen_k)``
+memory, and shares no code with the kernels. It computes float64 inputs in float64 and all other
+dtypes in float32, and rounds only the output to the input's dtype.
 """
 
 import itertools
@@ -31,10 +31,10 @@ def blocksparse_attention_reference(
     return_lse: bool = False,
     align: str = "bottom-right",
 ) -> Result:
-    """Compute what :func:`blocksparse_attn_func` computes, from the definition.
+    """Compute what :func:`blocksparse_attn_func` computes, in eager PyTorch.
 
-    The arguments are those of :func:`blocksparse_attn_func`; ``q``, ``k`` and ``v`` may be of any
-    float dtype, float64 included, and the log-sum-exp is float64 for float64 inputs.
+    The arguments are those of :func:`blocksparse_attn_func`, but ``q``, ``k`` and ``v`` may have
+    any float dtype, including float64; the log-sum-exp is float64 for float64 inputs.
     """
     check_reference(q, k, v, 4)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
@@ -66,10 +66,10 @@ def blocksparse_varlen_attention_reference(
     block_table: Tensor | None = None,
     align: str = "bottom-right",
 ) -> Result:
-    """Compute what :func:`blocksparse_attn_varlen_func` computes, one sequence after the other.
+    """Compute what :func:`blocksparse_attn_varlen_func` computes, in a loop over the sequences.
 
     The arguments are those of :func:`blocksparse_attn_varlen_func`; dtypes and results are as in
-    :func:`blocksparse_attention_reference`. Offsets and page numbers are read on the host.
+    :func:`blocksparse_attention_reference`. The host reads the offsets and the page numbers.
     """
     check_reference(q, k, v, 3, block_table is not None)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
@@ -94,10 +94,10 @@ def visible_keys(
 
     Args:
         dense: mask of blocks, ``[heads, rows, cols]``.
-        block_size: tokens of a block of queries, and of one of keys.
+        block_size: tokens per block of queries and per block of keys.
         seqlen_q: number of queries; query i stands at the position ``i + seqlen_k - seqlen_q``.
         seqlen_k: number of keys.
-        causal: hide keys behind a query's position.
+        causal: hide keys after a query's position.
         top_left: query i stands at the position i instead.
         rule: first and last key that each position sees, ``[positions, 2]``. Default: None (all).
     """
@@ -116,7 +116,7 @@ def visible_at(
     causal: bool,
     rule: Tensor | None = None,
 ) -> Tensor:
-    """Return which of some keys queries at some positions see, ``[heads, positions, keys]``."""
+    """Return which keys the queries at given positions see, ``[heads, positions, keys]``."""
     heads, rows, cols = dense.shape
     row = torch.div(position, block_size[0], rounding_mode="floor")
     col = key // block_size[1]
@@ -140,7 +140,7 @@ def sequence_attention(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attend within one sequence; both results are in the dtype of the computation."""
-    # under autocast the products below would be rounded to 16 bits
+    # autocast would round the products below to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         heads_q, group = q.shape[1], q.shape[1] // k.shape[1]
         form = block_size, q.shape[0], k.shape[0], options.causal, options.top_left
@@ -154,8 +154,8 @@ def sequence_attention(
 
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities and log-sum-exp of rows of scores; 0 and -inf where all are -inf."""
-    # a finite pivot, whatever a row sees; none changes the result
+    """Return the softmax and log-sum-exp of rows of scores; 0 and -inf if all scores are -inf."""
+    # the pivot must be finite even for a fully masked row; its value does not change the result
     top = torch.nn.functional.pad(scores.detach(), (0, int(scores.shape[-1] == 0)), value=-math.inf)
     top = top.amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
@@ -175,7 +175,7 @@ def packed_attention(
     layout: BlockSparseLayout,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
+    """Attend within packed sequences, one by one; padding gets output 0 and LSE -inf."""
     dtype, dense = compute_dtype(q), layout._for_heads(q.shape[1]).to_dense()
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
@@ -192,17 +192,17 @@ def own_blocks(dense: Tensor, b: int) -> Tensor:
 
 
 def own_rule(rule: Tensor | None, b: int) -> Tensor | None:
-    """Return what the positions of one sequence see, ``[positions, 2]``."""
+    """Return the token rule of one sequence, ``[positions, 2]``."""
     return None if rule is None else rule[b if len(rule) > 1 else 0]
 
 
 def starts_of(x: Tensor) -> list[int]:
-    """Return where sequences of one length begin."""
+    """Return the offsets of sequences of one length."""
     return [b * x.shape[1] for b in range(x.shape[0] + 1)]
 
 
 def sequences(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Return the rows and the keys of each sequence."""
+    """Return the slices of queries and of keys of each sequence."""
     pairs = zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True)
     return [(slice(*rows), slice(*keys)) for rows, keys in pairs]
 
@@ -216,7 +216,7 @@ def of_sequence(x: Tensor, keys: slice, b: int, block_table: Tensor | None) -> T
 
 
 def hide_unseen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put 0 where nobody sees or is seen, as NaN may stand there: ``0 * NaN`` is NaN."""
+    """Set fully masked queries and unseen keys to 0: they may hold NaN, and ``0 * NaN`` is NaN."""
     heads_q, heads_k = q.shape[1], k.shape[1]
     sees = visible.any(2).transpose(0, 1)[..., None]  # [seqlen_q, heads_q, 1]
     seen = visible.any(1).view(heads_k, heads_q // heads_k, -1).any(1).transpose(0, 1)[..., None]
@@ -224,5 +224,5 @@ def hide_unseen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tenso
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return what is computed in."""
+    """Return the dtype of the computation."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
 """Tile choices by platform and shape class: pure functions that need no GPU.
 
 A shape class is the padded head dimension, the element size, the block size and how heads share
-patterns. Nothing here may depend on lengths or on the number of sequences: a sequence's result
-would then depend on its neighbours in the batch.
+patterns. Tiles must not depend on lengths or on the number of sequences: otherwise a sequence's
+result would depend on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .._linked.host.tiles import (
 )
 from .call import Options, Pattern, Tensors
 
-# queries of a sequence up to which it takes the short tile, whatever shares the batch
+# sequences of at most so many queries take the short tile, whatever else is in the batch
 SHORT = 8
-# steps that the copies of the backward for Hopper are ahead
+# pipeline stages of the Hopper backward
 BACKWARD_STAGES = 4
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Queries and keys of a step of the kernel for Hopper, and how many the copies are ahead."""
+    """Queries and keys per step of the Hopper kernel, and its pipeline stages."""
 
     stages_k: int
     stages_v: int
-    rows: int = 64  # of a warpgroup, of which there are two
+    rows: int = 64  # per warpgroup; there are two
     block_n: int = 128
 
     @property
@@ -48,26 +48,26 @@ class HopperTile:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, at the start."""
+        """Registers per thread at the start of the kernel."""
         return hopper_registers(2)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the rows of a tile of queries are, and which list it walks."""
+    """The rows of a tile of queries, and the list that it walks."""
 
     tile: Tile | HopperTile
     positions: int  # consecutive positions
-    heads: int  # of one group: row m is position m // heads of head m % heads
-    span: int  # positions that one list serves: a multiple of ``positions``
-    group: int  # query heads that share a list's key head; 1 if lists are per head, or shared
+    heads: int  # query heads of one group: row m is position m // heads of head m % heads
+    span: int  # positions that share one list: a multiple of ``positions``
+    group: int  # query heads per key head of a list; 1 if lists are per query head, or shared
     pack: int  # heads whose patterns a list unites
 
 
-# the interpreter: small tiles, of two small blocks a side, so that short sequences cross tile edges
+# the interpreter: small tiles (two small blocks per side), so that short sequences cross tile edges
 _INTERPRETED = ((256, Tile(32, 32, 1, 1)),)
 
-# for rows of blocks that resemble each other
+# for rows of blocks that keep similar blocks
 _TALL: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2))),
@@ -88,13 +88,13 @@ _TALL: Table[Tile] = {
     "rdna-fp32": ((64, Tile(32, 32, 8, 1)), (128, Tile(16, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
 
-# for those that do not; where no row is here, the tile above is low enough
+# for rows of blocks that differ; a family without an entry uses ``_TALL``
 _LOW: Table[Tile] = {
     "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 2))),
     "amd": ((128, Tile(64, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
 }
 
-# a few queries of all heads of a group
+# for a few queries of all heads of a group
 _SHORT: Table[Tile] = {
     "cpu": ((256, Tile(16, 32, 1, 1)),),
     "hopper": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 64, 4, 2))),
@@ -127,7 +127,7 @@ _BACKWARD_DKDV: Table[Tile] = {
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
 
-# for blocks of fewer than 64 queries: several a step hold an address each, for which registers fail
+# for blocks of fewer than 64 queries: each block of a step needs registers for an address
 _BACKWARD_DKDV_SMALL: Table[Tile] = {
     "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 2)))
 }
@@ -155,7 +155,7 @@ _BACKWARD_DQ_LOW: Table[Tile] = {"hopper": ((128, Tile(64, 64, 4, 2)), (256, Til
 
 
 def _prefill_shape(tall: Table[Tile], low: Table[Tile]) -> Callable[..., Shape]:
-    """Return what chooses tiles of many queries from two tables."""
+    """Return the function that chooses tiles of many queries from two tables."""
 
     @functools.cache
     def choose(
@@ -179,7 +179,7 @@ def _prefill_shape(tall: Table[Tile], low: Table[Tile]) -> Callable[..., Shape]:
     return choose
 
 
-# the forward's tile of queries, and that of dq, for the wider of the two head dimensions
+# tiles of queries of the forward and of dq; ``head_dim`` is the wider of the two head dimensions
 tall_shape = _prefill_shape(_TALL, _LOW)
 backward_dq_shape = _prefill_shape(_BACKWARD_DQ, _BACKWARD_DQ_LOW)
 
@@ -188,17 +188,17 @@ backward_dq_shape = _prefill_shape(_BACKWARD_DQ, _BACKWARD_DQ_LOW)
 def short_shape(
     platform: Platform, head_dim: int, itemsize: int, block_q: int, group: int, is_shared: bool
 ) -> Shape:
-    """Return the tile of a few queries of as many heads of a group as it holds."""
+    """Return the tile of a few queries; it holds as many heads of a group as fit."""
     tile = find_tile(_SHORT, platform, head_dim, itemsize)
     heads = min(next_power_of_2(group), tile.block_m)
     pack = 1 if is_shared else heads
-    # a tile lies within one row of blocks: blocks have 16 queries or more
+    # blocks have at least 16 queries, so a tile lies within one row of blocks
     return Shape(tile, tile.block_m // heads, heads, block_q, group if pack > 1 else 1, pack)
 
 
 @functools.cache
 def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int, block_q: int) -> Tile:
-    """Return the tile of the pass that makes dk and dv."""
+    """Return the tile of the launch that makes dk and dv."""
     tile = find_tile(_BACKWARD_DKDV, platform, head_dim, itemsize)
     if block_q < tile.block_m and family_of(platform, itemsize) in _BACKWARD_DKDV_SMALL:
         return find_tile(_BACKWARD_DKDV_SMALL, platform, head_dim, itemsize)
@@ -206,7 +206,7 @@ def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int, block_q
 
 
 def _packed_heads(tile: Tile, block_q: int, group: int) -> int:
-    """Return how many heads with one pattern fill a tile that a row of blocks does not."""
+    """Return how many heads share a tile that is taller than a row of blocks."""
     heads = 1
     while group % (2 * heads) == 0 and tile.block_m // (2 * heads) >= block_q:
         heads *= 2
@@ -215,12 +215,12 @@ def _packed_heads(tile: Tile, block_q: int, group: int) -> int:
 
 # ---- the kernel for Hopper
 
-# for comparisons, and in case of doubt: the portable kernels serve every call
+# BLOCKSPARSE_ATTN_HOPPER=0 runs the portable kernels, which serve every call, for comparisons
 HOPPER = os.environ.get("BLOCKSPARSE_ATTN_HOPPER", "1") != "0"
 
 
 def takes_hopper_forward(x: Tensors, pattern: Pattern, options: Options) -> bool:
-    """Say whether the kernel for Hopper serves a call's long sequences; portable ones the rest."""
+    """Say whether the Hopper kernel computes a call's long sequences."""
     return suits_hopper(
         detect(x.q.device),
         max(x.q.shape[-1], x.v.shape[-1]),
@@ -232,9 +232,9 @@ def takes_hopper_forward(x: Tensors, pattern: Pattern, options: Options) -> bool
 
 
 def walks_whole_blocks(x: Tensors, options: Options) -> bool:
-    """Say whether nothing but its form could keep a call from the kernel for Hopper."""
-    # its copies take whole blocks, and neither pages nor keys that a rule may hide from all; the
-    # scale is folded into the exponential, where only a positive one commutes with the maximum
+    """Check the conditions of the Hopper kernel that do not concern platform, sizes and dtype."""
+    # it copies whole blocks: no pages, and no keys that a token rule may hide from all queries; it
+    # folds the scale into the exponential, and only a positive scale commutes with the maximum
     return (
         x.block_table is None
         and x.rule is None
@@ -244,9 +244,9 @@ def walks_whole_blocks(x: Tensors, options: Options) -> bool:
 
 
 def may_end_early(causal: bool, top_left: bool) -> bool:
-    """Say whether keys of a block on the diagonal may face no query that sees them.
+    """Say whether no query may see some keys of a kept block on the diagonal.
 
-    Where the last query stands at the last key, all keys of a block that is kept are seen.
+    With bottom-right alignment the last query stands at the last key, so all of them are seen.
     """
     return causal and top_left
 
@@ -254,34 +254,33 @@ def may_end_early(causal: bool, top_left: bool) -> bool:
 def suits_hopper(
     platform: Platform, head_dim: int, itemsize: int, block_q: int, block_k: int, causal: bool
 ) -> bool:
-    """Say whether the kernel for Hopper takes calls of a form, by the wider head dimension."""
-    # whole blocks are copied: under a causal mask, a wide one may hold keys that no row sees
+    """Say whether the Hopper forward supports these sizes; ``head_dim`` is the wider of the two."""
+    # it copies whole blocks, and a block wider than block_q may hold keys after the last query
     return suits_any_hopper(platform, head_dim, itemsize) and (block_k <= block_q or not causal)
 
 
 def suits_any_hopper(platform: Platform, head_dim: int, itemsize: int) -> bool:
-    """Say what the kernels for Hopper ask of a form alike, by the wider head dimension."""
+    """Check what both Hopper kernels require; ``head_dim`` is the wider of the two."""
     return (
         HOPPER
         and platform.is_hopper
         and itemsize == 2
-        and 32 < head_dim <= 128  # of less, half of a tile would be padding
+        and 32 < head_dim <= 128  # up to 32, half of a tile would be padding
         and has_gluon()
     )
 
 
-# pairs of small blocks, as 32 heads have over 32k tokens in blocks of 16: more would need too much
-# memory for a moment
+# limits of temporary memory: pairs of small blocks (32 heads, 32k tokens, blocks of 16) and pairs
+# of blocks of 64 tokens (32 heads, a million tokens), whose bitmap takes 1 GiB
 MOST_PIECES = 2**27
-# likewise of pairs of blocks of 64 tokens, as 32 heads have over a million: their bits take 1 GiB
 MOST_BLOCKS = 2**33
 
 
 def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
-    """Say whether the backward for Hopper serves calls of a form; the portable one has the rest.
+    """Say whether the Hopper backward may run for calls of this signature.
 
-    It serves what ``is_covered``: of packed calls, whose lengths are no part of the form, that is
-    asked at each. What repeats, it makes of calls that the forward for Hopper serves, too.
+    ``is_covered`` is checked here for sequences of one length, and at each call for packed ones,
+    whose lengths are not part of the signature. Gradients that repeat also need the Hopper forward.
     """
     return (
         suits_hopper_backward(
@@ -289,15 +288,15 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
         )
         and x.block_table is None
         and x.rule is None
-        and not pattern.batch  # its lists are for all sequences
-        and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
+        and not pattern.batch  # all sequences share its lists
+        and pattern.rows * pattern.block_q < 2**22  # the range of an item's row
         and has_few_pieces(pattern, 1 if pattern.is_shared else x.q.shape[-2])
         and (x.cu_seqlens_q is not None or is_covered(pattern, x.k.shape[-3], 1))
     )
 
 
 def has_few_pieces(pattern: Pattern, heads: int) -> bool:
-    """Say whether lists can be made of all blocks of so many heads, if they are small."""
+    """Say whether the temporary memory of making the lists of so many heads is acceptable."""
     piece = min(pattern.block_q, pattern.block_k)
     rows, cols = pattern.rows * pattern.block_q, pattern.cols * pattern.block_k
     pieces = heads * (rows // piece) * (cols // piece)
@@ -305,38 +304,37 @@ def has_few_pieces(pattern: Pattern, heads: int) -> bool:
 
 
 def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:
-    """Say whether sequences are, in the mean, a good part of what the layout covers.
+    """Say whether the mean sequence fills at least a quarter of what the layout covers.
 
-    Each has all programs of the layout, also those that then find nothing to do.
+    Each sequence starts all programs of the layout, even those that find no work.
     """
     return sequences * pattern.cols * pattern.block_k <= 4 * tokens
 
 
 class ShortRows(NamedTuple):
-    """Keys of a row in the mean up to which dq has a launch of its own."""
+    """Mean number of keys per row up to which dq has its own launch."""
 
-    grouped: int  # where several query heads share a key head
-    alone: int
+    grouped: int  # if several query heads share a key head
+    alone: int  # if none do
 
 
-# 7 products in place of 5, but nothing of dq is cleared, added up in memory and rounded, which
-# takes as long for few keys. So it depends on the memory; measured on an H100 and an H200, see the
-# notes
+# A launch of its own takes 7 products instead of 5, but no sums of dq are cleared, added to in
+# memory and rounded. So the limit depends on the memory bandwidth; measured on an H100 and an H200,
+# see benchmarks/NOTES.md
 SHORT_ROWS = ShortRows(832, 416)
 SHORT_ROWS_FAST = ShortRows(512, 0)
-# bytes a second for each multiprocessor from which memory is fast: an H100's brings 25e9, an
-# H200's 36e9
+# bandwidth per multiprocessor, in bytes per second, of fast memory: an H100 has 25e9, an H200 36e9
 FAST_BYTES = 30e9
 
 
 def has_short_rows(
     pattern: Pattern, slots: int, head_dim: int, group: int, device: torch.device
 ) -> bool:
-    """Say whether rows are so short that the backward for Hopper is faster without sums of dq.
+    """Say whether rows are so short that the Hopper backward is faster without sums of dq.
 
-    That depends on the layout's shapes and on the GPU, not on the layout's values, and not on the
-    sequences of a call: the slots that a head has for its kept blocks are a bound of them. Blocks
-    of fewer than 64 tokens, and head dimensions up to 64, keep their sums, which were faster.
+    The answer depends on the layout's shapes and on the GPU, not on the layout's values or on a
+    call's sequences: ``slots``, the entries of ``col`` per head, bounds the number of kept blocks.
+    Blocks of fewer than 64 tokens and head dimensions up to 64 were faster with sums.
     """
     if min(pattern.block_q, pattern.block_k) < 64 or head_dim <= 64:
         return False
@@ -346,43 +344,43 @@ def has_short_rows(
 
 
 def has_fast_memory(device: torch.device) -> bool:
-    """Say whether memory brings much to each multiprocessor, by the clocks of the driver."""
+    """Say whether the bandwidth per multiprocessor is high, by the clocks that the driver gives."""
     if device not in _FAST:
-        # kernels that are built for no GPU are built for an H100
+        # ahead-of-time builds without a GPU are for an H100
         _FAST[device] = device.type == "cuda" and _bytes_a_second(device) >= FAST_BYTES
     return _FAST[device]
 
 
-# the answers; torch.compile takes them for constants, as it does with ``has_gluon``
+# cached answers; torch.compile treats them as constants
 _FAST: dict[torch.device, bool] = {}
 has_fast_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _bytes_a_second(device: torch.device) -> float:
-    """Return how many bytes memory brings in a second to each multiprocessor."""
+    """Return the memory bandwidth per multiprocessor."""
     gpu = torch.cuda.get_device_properties(device)
-    # in kHz, and twice a clock
+    # the clock is in kHz, with two transfers per cycle
     rate = 2e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8
     return rate / gpu.multi_processor_count
 
 
 def repeats() -> bool:
     """Say whether PyTorch was asked for results that repeat bit for bit."""
-    # dynamo does not know of the second switch
+    # dynamo does not support the warn_only query
     return torch.are_deterministic_algorithms_enabled() and (
         torch.compiler.is_compiling() or not torch.is_deterministic_algorithms_warn_only_enabled()
     )
 
 
 def suits_hopper_backward(platform: Platform, head_dim: int, itemsize: int) -> bool:
-    """Say whether the backward for Hopper takes calls of a form, by the wider head dimension."""
+    """Say whether the Hopper backward supports these sizes; ``head_dim`` is the wider one."""
     return suits_any_hopper(platform, head_dim, itemsize)
 
 
 @functools.cache
 def hopper_dq_tile(head_dim: int) -> HopperTile:
-    """Return the tile of dq in a launch of its own, for the wider of the two head dimensions."""
-    # the output's gradient takes the place of a stage
+    """Return the tile of dq's own launch, for the wider of the two head dimensions."""
+    # dout takes the shared memory of one stage
     return HopperTile(3, 3) if padded_head_dim(head_dim) <= 64 else HopperTile(2, 2)
 
 
@@ -401,17 +399,16 @@ def hopper_shape(head_dim: int, block_q: int, group: int, is_shared: bool) -> Sh
     return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
 
 
-# keys that a layout covers, up to which half steps are faster: rows are longer in longer layouts
+# half steps are faster in layouts of up to so many keys; longer layouts have longer rows
 HALVED = 8192
 
 
 def has_halves(shape: Shape, pattern: Pattern, causal: bool) -> bool:
-    """Say whether the Hopper kernel's lists tell what either half of a tile sees alone.
+    """Say whether the Hopper kernel's lists name the blocks that only one half of a tile sees.
 
-    That depends on the layout, not on a sequence's length, so that a packed sequence has the bits
-    of the same one in the fixed form. Only under a causal mask: without one lists are searched, and
-    have to be sorted. Of smaller blocks the copying warp would have to know more numbers than it
-    has registers.
+    The answer depends on the layout, not on a sequence's length, so that a packed sequence has the
+    same bits as a fixed one. It needs a causal mask: without one, lists are searched and must be
+    sorted. With smaller blocks the copying warp would need more numbers than it has registers.
     """
     is_half = 2 * pattern.block_q == 2 * pattern.block_k == shape.tile.block_m
     is_short = pattern.cols * pattern.block_k <= HALVED

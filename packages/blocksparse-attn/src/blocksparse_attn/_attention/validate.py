@@ -1,4 +1,4 @@
-"""The check that the public functions leave out on a GPU: it reads what only the device knows."""
+"""The check of values on the device, which the public functions leave out on a GPU."""
 
 from torch import Tensor
 
@@ -17,24 +17,25 @@ def validate_varlen(
 ) -> None:
     """Check the values that :func:`blocksparse_attn_varlen_func` trusts.
 
-    For debugging and for tests: it copies them to the host, so it waits for the device, and a CUDA
-    graph cannot capture it. A layout's values are checked by :meth:`BlockSparseLayout.validate`.
+    For debugging and for tests: it copies the values to the host, so it waits for the device, and a
+    CUDA graph cannot capture it. :meth:`BlockSparseLayout.validate` checks a layout's values.
 
     Args:
-        q: queries, ``[tokens_q, heads_q, head_dim]``; of ``q`` and ``k`` only shapes are read.
+        q: queries, ``[tokens_q, heads_q, head_dim]``. Of ``q`` and ``k`` only the shapes are read.
         k: keys, ``[tokens_k, heads_k, head_dim]``; paged ``[pages, page_size, heads_k, head_dim]``.
-        cu_seqlens_q: where sequences begin, int32 or int64 ``[batch + 1]``: must not decrease, nor
-            leave 0 to ``tokens_q``.
-        cu_seqlens_k: likewise for keys; with pages its differences alone count.
-        max_seqlen_q: what no sequence of queries may exceed.
-        max_seqlen_k: likewise for keys.
-        block_table: pages, ``[batch, max_pages]``: those that hold keys must be of ``k``.
-            Default: None.
+        cu_seqlens_q: offsets of the sequences in ``q``, int32 or int64 ``[batch + 1]``. They must
+            not decrease and must lie from 0 to ``tokens_q``.
+        cu_seqlens_k: offsets of the sequences in ``k``, under the same conditions; with a
+            ``block_table`` only their differences matter.
+        max_seqlen_q: upper bound of the number of queries per sequence.
+        max_seqlen_k: upper bound of the number of keys per sequence.
+        block_table: page numbers, ``[batch, max_pages]``; those of pages that hold keys must be
+            from 0 to ``pages - 1``. Default: None.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
-            argument, the index of the entry, what was expected and what came.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong, and on the first wrong value: the
+            message has the argument, the index of the entry, and the expected and found values.
     """
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)

@@ -1,7 +1,6 @@
 """Tiles of keys in shared memory, as the tensor cores read them and as copies fill them.
 
-A tile of keys lies there in panels of 64 columns. A copy fills a box: the rows of one block of the
-layout in one panel.
+A tile is stored in panels of 64 columns. A copy fills a box: one block's rows of one panel.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from ..._linked.hopper.compat import gl, gluon
 def reinterpret(
     x: Any, shape: Any, layout: Any, _semantic: Any = None
 ) -> gl.shared_memory_descriptor:
-    """See shared memory in another shape; 3.8 gave the method of this name another."""
+    """View shared memory in another shape; Triton 3.8 changed the method of this name."""
     sizes = [getattr(size, "value", size) for size in shape]
     return _semantic.memdesc_reinterpret(x, x.dtype, sizes, getattr(layout, "value", layout))
 
 
 @gluon.jit
 def rows_for(tile, W: gl.constexpr, ROWS: gl.constexpr):
-    """Return a tile, or where a warpgroup has but half of its rows, those of warpgroup ``W``."""
+    """Return warpgroup ``W``'s rows of a tile that has more than ``ROWS`` rows, else the tile."""
     if tile.shape[0] > ROWS:
         tile = tile.slice(W * ROWS, ROWS, 0)
     return tile
@@ -32,6 +31,6 @@ def rows_for(tile, W: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def boxes_of(tiles, desc, BLOCK_K: gl.constexpr):
-    """Return the boxes of some tiles, in the order of tiles, panels, blocks."""
+    """Return the boxes of tiles, in the order of tiles, panels, blocks."""
     COUNT: gl.constexpr = tiles.shape[0] * (tiles.shape[2] // 64) * (tiles.shape[1] // BLOCK_K)
     return reinterpret(tiles, [COUNT, 1, 1, 1, BLOCK_K, 64], desc.layout)

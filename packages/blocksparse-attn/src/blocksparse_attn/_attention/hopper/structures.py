@@ -1,17 +1,17 @@
-"""What the Hopper kernels are given, by names that the host and the device share.
+"""The arguments of the Hopper kernels, as structures that the host and the device share.
 
-Fields in lower case are known when a kernel runs, those in upper case when it is compiled; no
-structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors, its
-numbers and its options.
+Fields in lower case are run-time values, fields in upper case are compile-time constants; no
+structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors and its
+numbers, and its options.
 """
 
 from typing import Any, NamedTuple
 
 
 class QueryTensors(NamedTuple):
-    """Tensor maps (TMA) and pointers of the kernel that owns tiles of queries.
+    """Tensor maps (TMA) and pointers of ``hopper_query_kernel``.
 
-    With a gradient of the output it makes dq, else the output and the LSE.
+    With dout the kernel makes dq, without it the output and the LSE.
     """
 
     q_desc: Any
@@ -20,54 +20,54 @@ class QueryTensors(NamedTuple):
     dout_desc: Any  # or None
     out_desc: Any  # the output, or dq
     out_ptr: Any
-    lse_ptr: Any  # None where dq is made
-    # None where the output is made
+    lse_ptr: Any  # None for dq
+    # None for the output
     lse2_ptr: Any
     delta_ptr: Any
-    ticket_ptr: Any  # the counter from which programs take their tiles
+    ticket_ptr: Any  # the tile counter
     # the lists, as ``Lists``
     begin_ptr: Any
     whole_ptr: Any
     items_ptr: Any
     members_ptr: Any
-    # None where all sequences have one length
+    # None if all sequences have one length
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
 
 
 class QueryNumbers(NamedTuple):
-    """Scale and sizes of the kernel that owns tiles of queries."""
+    """Scale and sizes of ``hopper_query_kernel``."""
 
     scale: Any
     batch: Any
     heads_q: Any
     tokens_q: Any
     tokens_k: Any
-    width: Any  # columns of what is written
-    tiles: Any  # of positions, of each unit
+    width: Any  # columns of the tensor that is written
+    tiles: Any  # tiles of positions per unit
     span: Any  # units that are worked on together
     last: Any  # units in the last such span
     total: Any  # tiles of all units
-    list_rows: Any  # owners that a list of a unit has
-    list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
+    list_rows: Any  # owners in the lists of a unit
+    list_stride: Any  # owners per sequence, or 0 if all sequences share their lists
     extent_k: Any  # keys that the layout covers
 
 
 class QueryOptions(NamedTuple):
-    """What that kernel is compiled for of a call, and the sizes on which it works."""
+    """Constants of ``hopper_query_kernel``."""
 
     GROUP: Any  # query heads per key head
-    HEADS: Any  # of a tile
-    SPAN: Any  # positions of a list's owner
-    ROW_MEMBERS: Any  # rows of blocks in it
-    BLOCK_Q: Any  # of the layout
+    HEADS: Any  # heads of a tile
+    SPAN: Any  # positions per owner of a list
+    ROW_MEMBERS: Any  # rows of blocks per owner
+    BLOCK_Q: Any  # the layout's block size
     BLOCK_K: Any
     IS_CAUSAL: Any
-    PER_HEAD: Any  # lists of each unit, or one for all
-    SHORT: Any  # queries of a sequence that another kernel serves
+    PER_HEAD: Any  # each unit has its own lists; otherwise all units share one
+    SHORT: Any  # most queries of a sequence that another kernel serves
     TOP_LEFT: Any  # query i stands at position i
-    HALVES: Any  # lists tell what one warpgroup sees alone, which then multiplies it alone
-    ROWS: Any  # of a warpgroup
+    HALVES: Any  # lists name the blocks that only one warpgroup sees: these make half steps
+    ROWS: Any  # rows per warpgroup
     BLOCK_N: Any
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -76,7 +76,7 @@ class QueryOptions(NamedTuple):
 
 
 class QueryPipeline(NamedTuple):
-    """Its shared memory and the barriers (mbarrier) that say when it is full or empty."""
+    """Shared memory of ``hopper_query_kernel``, and the barriers that signal full and empty."""
 
     q_s: Any
     dout_s: Any  # or None; arrives with the queries
@@ -90,7 +90,7 @@ class QueryPipeline(NamedTuple):
     v_full: Any
     tile_full: Any
     tile_empty: Any
-    # ``k_s`` and ``v_s`` as copies fill them
+    # ``k_s`` and ``v_s`` in boxes, as copies fill them
     k_boxes: Any
     v_boxes: Any
 
@@ -98,7 +98,7 @@ class QueryPipeline(NamedTuple):
 class QueryTile(NamedTuple):
     """A tile of queries."""
 
-    ticket: Any  # its number in the order in which tiles are taken
+    ticket: Any  # its number in the order in which programs take tiles
     index: Any  # counted from position 0
     sequence: Any
     unit: Any
@@ -106,31 +106,32 @@ class QueryTile(NamedTuple):
     k_start: Any
     len_q: Any
     len_k: Any
-    diagonal: Any  # where the first query stands
+    diagonal: Any  # position of the first query
 
 
 class Walk(NamedTuple):
-    """The items of a list that a tile of queries walks: ``seen`` from ``first`` on, then the rest.
+    """The items of a list that a tile of queries walks.
 
-    The walk takes steps of several items, from the last to the first one. Ahead of them it takes
-    half steps, in which each warpgroup multiplies half a step's keys: what it sees alone, then the
-    last ``odd`` items that both see, which are no part of ``count``.
+    They are ``seen`` items from ``first`` on, and items from ``cut`` on. The walk takes half steps
+    first: in each, a warpgroup multiplies half a step's keys, those of the items that only it sees
+    and then those of the last ``odd`` items that both see. Whole steps follow, from the last items
+    to the first.
     """
 
     first: Any
     seen: Any
-    cut: Any  # where the rest begins
+    cut: Any
     count: Any  # items of whole steps
     whole: Any  # steps that need no mask
     halves: Any  # half steps
-    alone_at: Any  # where items begin that the second warpgroup sees alone, ahead of the first's
+    alone_at: Any  # first item that only warpgroup 1 sees; those of warpgroup 0 follow
     alone_0: Any
     alone_1: Any
     odd: Any
 
 
 class Announced(NamedTuple):
-    """What the copying warp tells the others of a tile of queries."""
+    """The numbers of a tile of queries that the copying warp sends to the warpgroups."""
 
     head: Any  # -1 if no tile is left
     first_row: Any
@@ -142,7 +143,7 @@ class Announced(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Key blocks of a step, and which of the tile's rows of blocks keep each."""
+    """Key blocks of a step, and which of the tile's rows of blocks keep each block."""
 
     items: Any
     members: Any
@@ -151,13 +152,13 @@ class Entries(NamedTuple):
 class Rows(NamedTuple):
     """What the rows of a warpgroup see."""
 
-    last_seen: Any  # the last key of each row
-    bits: Any  # the row of blocks of each row, within its owner
-    factor: Any  # from scores to logits in base 2
+    last_seen: Any  # last key that each row may see
+    bits: Any  # index of each row's row of blocks within the list's owner
+    factor: Any  # scale * log2(e)
 
 
 class Softmax(NamedTuple):
-    """A running softmax, and the step's probabilities that are yet to meet their values."""
+    """A running softmax, and the last step's probabilities, not yet multiplied by the values."""
 
     o: Any
     m: Any
@@ -177,7 +178,7 @@ class Place(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a warpgroup has to do of a tile of queries."""
+    """A warpgroup's work on a tile of queries."""
 
     walk: Any
     rows: Any
@@ -185,7 +186,7 @@ class Task(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """dq of a warpgroup's rows so far, what is known of them, and how many steps it took."""
+    """dq of a warpgroup's rows so far, the rows' numbers, and the number of steps taken."""
 
     dq: Any
     lse2: Any
@@ -215,10 +216,11 @@ class BackwardTensors(NamedTuple):
     owners_ptr: Any
     real_ptr: Any
     bits_ptr: Any
-    # None where all sequences have one length
+    # None if all sequences have one length
     cu_seqlens_ptr: Any
-    # int32: of each sequence's key head, minus how many programs have yet to add to dq. Where none
-    # makes dq: how many programs began, then of each piece of keys how many have added to its sums
+    # int32. With dq: per key head of each sequence, minus the number of programs that have yet to
+    # add to dq. Without dq: the number of programs that began, then per piece of keys the number of
+    # additions to its sums
     counters_ptr: Any
 
 
@@ -228,37 +230,37 @@ class BackwardNumbers(NamedTuple):
     scale: Any
     batch: Any
     heads_k: Any
-    span: Any  # key heads whose programs are mixed
+    span: Any  # key heads whose programs are interleaved
     tokens_q: Any
     tokens_k: Any
-    tiles_q: Any  # tiles of sums, of a head
+    tiles_q: Any  # tiles of sums per head
     tiles_k: Any
     rows: Any  # rows of blocks of the layout
     list_pieces: Any
 
 
 class BackwardOptions(NamedTuple):
-    """What the backward is compiled for of a call, and the sizes on which it works."""
+    """Constants of the backward."""
 
     GROUP: Any  # query heads per key head
     IS_CAUSAL: Any
-    PER_HEAD: Any  # lists of each key head, or one for all
+    PER_HEAD: Any  # each key head has its own lists; otherwise all share one
     TOP_LEFT: Any  # query i stands at position i
-    PIECE: Any  # tokens of the layout's blocks, up to 64
+    PIECE: Any  # tokens per block of the layout, at most 64
     HEAD_DIM: Any
     HEAD_DIM_V: Any
     STAGES: Any
-    MAKES_DQ: Any  # or another launch does, and what several programs add has an order
+    MAKES_DQ: Any  # otherwise another launch makes dq, and programs add in a fixed order
 
 
 class BackwardPipeline(NamedTuple):
-    """The backward's shared memory, and the barriers (mbarrier) that say when it is full."""
+    """The backward's shared memory, and the barriers (mbarrier) that signal when it is full."""
 
     q_s: Any
     k_s: Any
     v_s: Any
     dout_s: Any
-    ds_s: Any  # gradients of scores, which warpgroups exchange
+    ds_s: Any  # gradients of scores, which the warpgroups exchange
     lse2_s: Any
     delta_s: Any
     fields_s: Any  # numbers that describe a step
@@ -266,14 +268,14 @@ class BackwardPipeline(NamedTuple):
     k_full: Any
     v_full: Any
     dout_full: Any
-    dq_added: Any  # all that a program makes of dq is in memory, or on its way there
+    dq_added: Any  # the program has issued all its additions to dq
 
 
 class Program(NamedTuple):
     """The sequence and key head of a program."""
 
-    index: Any  # of its lists
-    # rows of blocks in which the sequence has queries
+    index: Any  # index of its lists
+    # the sequence has queries in the rows of blocks from low to high - 1
     low: Any
     high: Any
     sequence: Any
@@ -281,17 +283,17 @@ class Program(NamedTuple):
     start: Any
     len_q: Any
     len_k: Any
-    diagonal: Any  # where the first query stands
+    diagonal: Any  # position of the first query
 
 
 class Steps(NamedTuple):
-    """Where the four parts of a program's list are, and how many items each has."""
+    """First item and number of items of the four parts of a program's list."""
 
     whole_at: Any
     whole: Any
     partial_at: Any
     partial: Any
-    alone: Any  # the longer of the two that follow
+    alone: Any  # max(alone_0, alone_1)
     alone_0_at: Any
     alone_0: Any
     alone_1_at: Any
@@ -301,22 +303,22 @@ class Steps(NamedTuple):
 class Keys(NamedTuple):
     """The two blocks of keys of a program."""
 
-    # of each a bit for every piece that nobody else owns, and ``OTHERS`` times that if others do,
-    # and the last piece, ``NO_BLOCK`` if the sequence has none
+    # mine: a bit per piece, times ``OTHERS`` if other programs own the piece as well;
+    # block: the last piece, or ``NO_BLOCK`` if none lies in the sequence
     mine_0: Any
     block_0: Any
     mine_1: Any
     block_1: Any
-    # the same, or ``NO_BLOCK`` if no query of the program sees it
+    # as block, but ``NO_BLOCK`` if no query of the program sees the block
     seen_0: Any
     seen_1: Any
-    # of pieces, bits of those that some query sees, and of those that there are
+    # bits of the pieces that some query sees, and of the pieces that lie in the sequence
     seen: Any
     kept: Any
 
 
 class Origin(NamedTuple):
-    """Where the numbers of rows and the tiles of dq's sums begin, and how far heads are apart."""
+    """Offsets of a sequence's row numbers and of its tiles of dq's sums, and strides of heads."""
 
     row_at: Any
     row_pitch: Any
@@ -327,10 +329,10 @@ class Origin(NamedTuple):
 class Work(NamedTuple):
     """All that a program works on.
 
-    In another order of what partitions capture, ptxas spills more in builds of small blocks.
+    With another order of the captured values, ptxas spills more in builds of small blocks.
     """
 
-    owned_ptr: Any  # where its pieces of keys are named
+    owned_ptr: Any  # the indices of its pieces of keys
     steps: Any
     keys: Any
     program: Any
@@ -338,22 +340,22 @@ class Work(NamedTuple):
 
 
 class Mine(NamedTuple):
-    """What a warpgroup knows of its block of keys, and of the walk."""
+    """A warpgroup's block of keys, and the length of the walk."""
 
-    positions: Any  # of the keys in a block, or in the sequence
-    factor: Any  # from scores to logits in base 2
+    positions: Any  # positions of the keys in the block, or with pieces in the sequence
+    factor: Any  # scale * log2(e)
     dq_ptr: Any
     both: Any  # blocks of queries that both warpgroups multiply
-    total: Any  # of all
+    total: Any  # blocks of queries of the walk
 
 
 class Item(NamedTuple):
     """A block of queries of a program's walk."""
 
     block: Any
-    head: Any  # in the group
+    head: Any  # index in the group
     is_there: Any
-    bits: Any  # of pieces: which sees which
+    bits: Any  # which piece of queries sees which piece of keys
 
 
 class Gradients(NamedTuple):
@@ -362,5 +364,5 @@ class Gradients(NamedTuple):
     dk: Any
     dv: Any
     s: Any  # scores of the next step
-    last: Any  # to which sums the last step's dq belongs; -1 if to none
+    last: Any  # tile of sums of the last step's dq; -1 for none
     turn: Any

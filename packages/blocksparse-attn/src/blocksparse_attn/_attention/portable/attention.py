@@ -1,7 +1,7 @@
-"""The entry of the portable kernels over tiles of scores: what they are given, and who owns what.
+"""The entry of the portable attention kernels.
 
-The output and the LSE, dq, or dk and dv: one pass a launch. Of the last a program owns a tile of
-keys, of the others one of queries.
+A launch makes the output and the LSE, or dq, or dk and dv. For dk and dv a program owns a tile of
+keys; otherwise it owns a tile of queries.
 """
 
 import triton
@@ -17,7 +17,7 @@ from .structures import Grid, Keys, Numbers, Tensors
 
 @triton.jit
 def _key_bases(work, batch, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return where the keys and values of a head begin: of the sequence, or of all pages."""
+    """Return the pointers to a head's keys and values: of the sequence, or of the whole cache."""
     k_base, v_base = tensors.k_ptr, tensors.v_ptr
     if not OPTIONS.PAGE:
         k_base += batch * numbers.stride_kb + work.k_start * numbers.stride_ks
@@ -32,7 +32,7 @@ def _own_queries(tensors, numbers, OPTIONS: tl.constexpr):
     q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
     units = numbers.heads_q // OPTIONS.GROUP * OPTIONS.PACKS
     sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles, numbers.span
-    # one program puts the splits of a tile together
+    # one program merges the splits of a tile
     splits = 1 if OPTIONS.MERGES else numbers.splits
     grid = Grid(q_starts, k_starts, numbers.batch, units, *sizes, splits)
     work = locate_queries(
@@ -57,7 +57,7 @@ def _own_queries(tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _attend(work, rows, tensors, numbers, OPTIONS: tl.constexpr):
-    """Walk the keys of a tile of queries: for the output, or for dq."""
+    """Walk the keys of a tile of queries, to make the output or dq."""
     k_base, v_base = _key_bases(work, rows.batch, tensors, numbers, OPTIONS)
     table_ptr = tensors.block_table_ptr
     if OPTIONS.PAGE:
@@ -122,7 +122,7 @@ def attention_kernel(
 ):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
-    Or, with ``dout``, ``dq = scale * ds k`` or ``dk = scale * ds^T q`` and ``dv = p^T dout``, where
+    With ``dout``: ``dq = scale * ds k``, or ``dk = scale * ds^T q`` and ``dv = p^T dout``, where
     ``p = exp(scale * q k^T - lse)`` and ``ds = p * (dout v^T - delta)``.
     """
     tensors = Tensors(

@@ -1,9 +1,9 @@
 """Gradients of keys and values: one program owns a tile of keys and walks the queries that keep it.
 
-The walk is over the transposed layout, and serves every query head of the key head, so that no two
-programs write one address: no atomics, and the result repeats bit for bit. Scores are transposed
-([keys, queries]): the products that follow then take the accumulator as it lies, without a
-transposition in registers.
+The walk follows the transposed layout and covers every query head of the key head, so no two
+programs write one address: there are no atomics, and the result repeats bit for bit. Scores are
+transposed ([keys, queries]), so that the next products take the accumulator without a transposition
+in registers.
 """
 
 import triton
@@ -19,10 +19,10 @@ from .structures import Columns, Grid, Ranges, RowPointers
 def _dkdv_walk(
     dk, dv, queries, ranges, columns, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Add what the group's queries contribute to dk and dv: masked steps, or whole ones.
+    """Add the contributions of the group's queries to dk and dv, in masked or in whole steps.
 
-    The pointers stand at the sequence. One loop serves all heads of the group: a second one around
-    it would cost registers, and the pipeline would drain between heads.
+    The pointers are those of the sequence. One loop covers all heads of the group: a second loop
+    around it would cost registers and drain the pipeline between heads.
     """
     GROUP: tl.constexpr = OPTIONS.GROUP
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
@@ -30,14 +30,14 @@ def _dkdv_walk(
     PRECISION: tl.constexpr = OPTIONS.PRECISION
     UPCAST: tl.constexpr = OPTIONS.UPCAST
     HAS_MEMBERS: tl.constexpr = MASKED and OPTIONS.BLOCK_N > OPTIONS.BLOCK_K
-    # heads in an item: it names its own, or all heads of the group walk the one list in turn
+    # an item names its head (PER_HEAD), or the heads of the group walk one list, one after another
     IN_ITEM: tl.constexpr = GROUP if OPTIONS.PER_HEAD else 1
     TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else GROUP
     items = ranges.count_a + ranges.count_b + ranges.count_c
     steps = count_steps(items, BLOCK_M, BLOCK_Q)
-    # from a division by 0 the compiler concludes that there are steps, and loads unasked
+    # max(steps, 1): LLVM takes division by ``steps`` as proof that steps > 0 and hoists the loads
     turn = tl.maximum(steps, 1)
-    # no item: a row of blocks behind the end
+    # without an item, ``fetch`` gives a row of blocks after the end
     item = fetch(tensors.items_ptr, 0, ranges, NO_BLOCK * IN_ITEM, BLOCK_M, BLOCK_Q)
     members = 1
     if HAS_MEMBERS:
@@ -46,7 +46,7 @@ def _dkdv_walk(
         positions = tokens_of(item // IN_ITEM, step % turn, BLOCK_M, BLOCK_Q)
         rows = positions - columns.diagonal
         if OPTIONS.PER_HEAD:
-            # of the step, or of each of its queries
+            # one for the step, or one per query
             heads = queries.head_k * GROUP + item % IN_ITEM
         else:
             heads = queries.head_k * GROUP + step // turn
@@ -56,7 +56,7 @@ def _dkdv_walk(
         row_at = heads_64 * numbers.tokens_q + rows_64
         if MASKED:
             lse2 = tl.load(queries.lse2_ptr + row_at, mask=inside, other=INF)
-            # what arrives at rows that see no key counts for nothing, NaN neither
+            # dout of a fully masked row is ignored, even if it is NaN
             inside &= lse2 < INF
         q_at = rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh
         q_t = load_rows(
@@ -68,7 +68,7 @@ def _dkdv_walk(
             queries.dout_ptr, dout_at, inside, OPTIONS, True, MASKED
         )  # [BLOCK_M, BLOCK_DV]
         dp = dot(columns.v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
-        # behind the products: loaded ahead of them, these hold registers that the products need
+        # loaded after the products: before them, these would hold registers that the products need
         if MASKED:
             delta = tl.load(queries.delta_ptr + row_at, mask=inside, other=0.0)
         else:
@@ -87,7 +87,7 @@ def _dkdv_walk(
                 last = tl.load(bounds + 1, mask=inside, other=0)
                 visible &= in_range(columns.keys[:, None], first[None, :], last[None, :])
             p = tl.where(visible, p, 0.0)
-            # a key that nobody sees may hold NaN
+            # a key that no query sees may hold NaN
             dp = tl.where(visible, dp, 0.0)
         dv = dot_add(dv, p, dout, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_DV]
         ds = p * (dp - delta[None, :])
@@ -102,7 +102,7 @@ def _dkdv_walk(
 
 @triton.jit
 def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
-    """Write dk and dv of one tile of keys, of all query heads of the key head."""
+    """Write dk and dv of one tile of keys, summed over all query heads of the key head."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
@@ -154,7 +154,7 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
 
     token = batch_64 * tokens_k if k_starts is None else k_start
     first = (token + tile * BLOCK_N) * heads_k + head_k
-    # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
+    # addresses stay in registers through the walk: a 64-bit scalar and 32-bit offsets in the tile
     row = tl.arange(0, BLOCK_N) * heads_k
     _store(dk * numbers.scale, tensors.out_ptr, first, row, inside, OPTIONS.HEAD_DIM)
     _store(dv, tensors.dv_ptr, first, row, inside, OPTIONS.HEAD_DIM_V)
@@ -162,7 +162,7 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _store(x, pointer, first, row, inside, WIDTH: tl.constexpr):
-    """Write a tile of keys of a gradient: contiguous, ``[tokens, heads_k, WIDTH]``."""
+    """Write a tile of keys to a contiguous gradient ``[tokens, heads_k, WIDTH]``."""
     cols = tl.arange(0, x.shape[1])
     tl.store(
         pointer + first * WIDTH + (row[:, None] * WIDTH + cols[None, :]),

@@ -13,7 +13,7 @@ from .structures import Ranges, RowValues
 def _dq_walk(
     dq, values, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Add what the keys contribute to a tile of dq: masked steps, or whole ones."""
+    """Add the contributions of the keys to a tile of dq, in masked or in whole steps."""
     HAS_MEMBERS: tl.constexpr = MASKED and OPTIONS.ROW_MEMBERS > 1
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
@@ -57,7 +57,7 @@ def make_dq(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.c
         row_at = heads * numbers.tokens_q + work.q_start + rows.row
     lse2 = tl.load(tensors.lse2_ptr + row_at, mask=rows.inside, other=INF)
     delta = tl.load(tensors.delta_ptr + row_at, mask=rows.inside, other=0.0)
-    # what arrives at a row without keys counts for nothing, NaN neither
+    # dout of a fully masked row is ignored, even if it is NaN
     sees = rows.inside & (lse2 < INF)
     q_at = rows_64 * numbers.stride_qs + heads * numbers.stride_qh
     q_ptr = tensors.q_ptr + rows.batch * numbers.stride_qb + work.q_start * numbers.stride_qs

@@ -1,7 +1,7 @@
-"""What surrounds the backward: numbers of each row that every tile of it needs, and sums.
+"""The launches before and after the backward: delta and LSE of each row, and sums of gradients.
 
-Ahead of the backward for Hopper places are gone through from the last to the first: what it reads
-first was then written last, while the cache has it.
+Before the Hopper backward, programs work from the last rows to the first: the rows that the
+backward reads first are then written last and are still in the cache.
 """
 
 import triton
@@ -15,10 +15,10 @@ from .sums import clear_sums, expect_walks, round_sums
 
 @triton.jit
 def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write two numbers per row of [batch, heads_q, tokens], of some rows at a place.
+    """Write delta and lse2 of a program's rows, each ``[batch, heads_q, tokens]``.
 
-    ``delta = sum(out * dout) - dlse``, and ``lse2``, the LSE in base 2, which is +inf for rows that
-    see no key: their probabilities then come out as 0.
+    ``delta = sum(out * dout) - dlse``. ``lse2`` is the LSE in base 2; for fully masked rows it is
+    +inf, which makes their probabilities 0.
     """
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     BLOCK: tl.constexpr = OPTIONS.BLOCK
@@ -36,10 +36,10 @@ def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     dout = load_rows(tensors.dout_ptr, dout_at, inside, OPTIONS, True, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if tensors.dlse_ptr is not None:
-        # d(lse)/d(score) is p, which joins the softmax's own term
+        # d(lse)/d(score) is p, so dlse joins the softmax's term
         delta -= tl.load(tensors.dlse_ptr + row, mask=inside, other=0.0)
     lse = tl.load(tensors.lse_ptr + row, mask=inside, other=0.0)
-    # what arrives at a row without keys counts for nothing, NaN neither
+    # dout of a fully masked row is ignored, even if it is NaN
     tl.store(tensors.delta_ptr + row, tl.where(lse == NEG_INF, 0.0, delta), mask=inside)
     tl.store(tensors.lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
 
@@ -86,7 +86,8 @@ def row_kernel(
 ):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)`` of a program's rows.
 
-    With sums of gradients, a share of them becomes 0. Or, with ``ROUNDS``, they become gradients.
+    If there are sums of gradients, each program also sets a share of them to 0. With ``ROUNDS`` the
+    kernel writes the gradients from the sums instead.
     """
     tensors = RowTensors(
         out_ptr,

@@ -1,4 +1,4 @@
-"""What the calls of one form have in common: flags, sizes, strides, and their tiles of queries."""
+"""Flags, sizes, strides and tiles of queries that all calls of one signature share."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..call import Options, Pattern, Tensors
 from ..tiles import Shape, Tile, padded_head_dim
 from .structures import Constants
 
-# what programs that run at the same time should read together
+# bytes that programs which run at the same time should read together
 L2_BYTES = 32 * 2**20
-# multiprocessors of a GPU that is not there
+# multiprocessors that are assumed if there is no GPU
 PROCESSORS = 132
 
 
 class Form:
-    """All that the launches of a call need to know of its form: no data, and no token count.
+    """The signature of a call, as its launches need it: no data, and no token count.
 
-    Made from one call's tensors, which went through ``readable``, and good for every call whose
-    tensors differ in data only, or, packed, in the number of tokens.
+    It is made from the tensors of one call, as ``readable`` returns them. It holds for every call
+    whose tensors differ only in data or, if packed, in the number of tokens.
     """
 
     def __init__(self, x: Tensors, pattern: Pattern, options: Options) -> None:
@@ -45,12 +45,12 @@ class Form:
         self.heads_k, self.head_dim_v = v.shape[-2:]
         self.group = self.heads_q // self.heads_k
         self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
-        # a packed grid counts tiles of all sequences at once
+        # a packed grid counts the tiles of all sequences together
         self.grid_batch = 1 if self.is_packed else self.batch
         # tokens that the layout's rows and columns cover
         self.extent_q = pattern.rows * pattern.block_q
         self.extent_k = pattern.cols * pattern.block_k
-        # what the choice of a tile of queries asks for
+        # the arguments of the functions that choose a tile of queries
         self.choice = (
             max(head_dim, self.head_dim_v),
             self.itemsize,
@@ -78,21 +78,21 @@ class Form:
         self._layout = layout_of(x)
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether tensors that were put away since still lie in memory as they did."""
+        """Say whether saved tensors still have the strides and the alignment of the forward."""
         return layout_of(x) == self._layout
 
     def tiles_k(self, tokens_k: int, block: int) -> int:
-        """Return tiles of keys per head; for packed tensors the slots that hold them."""
+        """Return the number of tiles of keys per head; for packed tensors, an upper bound."""
         return tokens_k // block + self.batch + 2 if self.is_packed else cdiv(tokens_k, block)
 
     def lists_apart(self, of_heads: int, of_all: int) -> int:
-        """Return how many owners a sequence has, of lists per head or one; 0 if all share."""
+        """Return the number of list owners per sequence; 0 if all sequences share their lists."""
         if not self.pattern.batch:
             return 0
         return of_all if self.pattern.is_shared else of_heads
 
     def span_k(self, tokens_q: int) -> int:
-        """Return how many key heads' queries, of the whole group, the second-level cache holds."""
+        """Return for how many key heads the second-level cache holds the queries of their group."""
         fitting = L2_BYTES // max(1, tokens_q * self.token_bytes * self.group)
         return min(max(1, fitting), max(1, self.batch * self.heads_k))
 
@@ -103,7 +103,7 @@ def diagonal_of(options: Options, tokens_q: int, tokens_k: int) -> int:
 
 
 class QueryTiles:
-    """How programs share the queries of a form, in tiles of one shape."""
+    """How programs divide the queries of a call into tiles of one shape."""
 
     def __init__(self, form: Form, shape: Shape) -> None:
         self.shape, self.tile, self._form = shape, shape.tile, form
@@ -111,7 +111,7 @@ class QueryTiles:
         packs = cdiv(form.group, shape.heads)
         # programs that share a tile of positions
         self.units = form.heads_k * packs
-        # owners that a list of a unit has
+        # owners in the lists of a unit
         self.list_rows = cdiv(pattern.rows, max(shape.span // pattern.block_q, 1))
         self.list_stride = form.lists_apart(self.units * self.list_rows, self.list_rows)
         self.constants = form.constants._replace(
@@ -124,7 +124,7 @@ class QueryTiles:
         )
 
     def count(self, tokens_q: int, tokens_k: int) -> int:
-        """Return tiles of positions per unit; for packed tensors the slots that hold them."""
+        """Return the number of tiles of positions per unit; for packed tensors, an upper bound."""
         positions = self.shape.positions
         if self._form.is_packed:
             return tokens_q // positions + 2 * self._form.batch + 4
@@ -134,11 +134,11 @@ class QueryTiles:
         return cdiv(diagonal + tokens_q, positions) - diagonal // positions
 
     def programs(self, tiles: int) -> int:
-        """Return how many programs own so many tiles of each unit."""
+        """Return the number of programs for ``tiles`` tiles per unit."""
         return tiles * self.units * self._form.grid_batch
 
     def span(self, tokens_k: int) -> int:
-        """Return how many units' keys and values the second-level cache holds together."""
+        """Return for how many units the second-level cache holds the keys and values."""
         form = self._form
         per_head = self.units // form.heads_k
         fitting = per_head * (L2_BYTES // max(1, tokens_k * form.token_bytes))
@@ -162,28 +162,28 @@ def launch_on(kernel: Any, tile: Tile, constants: Constants) -> Launch:
 
 
 def layout_of(x: Tensors) -> list[Any]:
-    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    """Return the strides of q, k and v, and their offsets from an aligned address."""
     return [(t.stride(), t.data_ptr() % ACCESS_BYTES) for t in (x.q, x.k, x.v)]
 
 
 def is_served_as_is(x: Tensors) -> bool:
-    """Say whether the kernels may read tensors of this form where they are."""
+    """Say whether the kernels can read these tensors without a copy."""
     return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
 
 
 def readable(x: Tensors) -> Tensors:
-    """Return the tensors as the kernels may read them; heads may have become wider."""
+    """Return the tensors, copied where the kernels cannot read them; heads may become wider."""
     return Tensors(whole_rows(x.q), whole_rows(x.k), whole_rows(x.v), *map(dense, x[3:]))
 
 
 def rule_stride(x: Tensors) -> int:
-    """Return how far apart the rules of two sequences are; 0 if all have one."""
+    """Return the stride between the rules of two sequences; 0 if all share one."""
     return 0 if x.rule is None or len(x.rule) == 1 else x.rule.stride(0)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has."""
+    """Return the number of multiprocessors."""
     if device.type != "cuda":
         return 4 if device.type == "cpu" else PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

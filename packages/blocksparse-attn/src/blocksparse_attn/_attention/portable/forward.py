@@ -1,10 +1,10 @@
 """Forward pass: one program owns a tile of queries and walks the blocks of keys that it keeps.
 
-The online softmax of FlashAttention-2 (Dao, 2023): running maximum and sum per row, in base 2. The
-list of a tile has two parts: blocks that every row sees whole, walked without masks, and blocks
-that the diagonal or the end of the sequence cuts, or that only some of the tile's rows of blocks,
-or of its heads, keep. What no row keeps is never visited. The next step's entry of the list is
-loaded a step ahead, so that the loads of keys wait for nothing.
+The online softmax is that of FlashAttention-2 (Dao, 2023): running maximum and sum per row, in base
+2. The list of a tile has two parts. Blocks that every row sees whole are walked without masks. A
+mask is needed for blocks that the diagonal or the end of the sequence cuts, or that only some of
+the tile's rows of blocks or heads keep. Blocks that no row keeps are never visited. Each step loads
+the next step's list entry, so that the loads of keys need not wait for it.
 """
 
 import triton
@@ -20,7 +20,7 @@ from .structures import Keys, Ranges, Softmax
 def _attend(
     softmax, q, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Fold keys into the running softmax of a tile of queries: masked steps, or whole ones."""
+    """Fold keys into the running softmax of a tile of queries, in masked or in whole steps."""
     PAGE: tl.constexpr = OPTIONS.PAGE
     PRECISION: tl.constexpr = OPTIONS.PRECISION
     UPCAST: tl.constexpr = OPTIONS.UPCAST
@@ -40,7 +40,7 @@ def _attend(
         )  # [BLOCK_D, BLOCK_N]
         s = dot(q, k, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
-            # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+            # fold the scale into the exponential's multiply-add; it is not negative: max commutes
             factor = scale * LOG2E
         else:
             factor = 1.0
@@ -50,7 +50,7 @@ def _attend(
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:
-            # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+            # a row that has not seen a key yet needs a finite pivot: -inf - -inf is NaN
             pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         else:
             pivot = m_new
@@ -66,7 +66,7 @@ def _attend(
 
 @triton.jit
 def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write what padding gives: output 0, lse -inf."""
+    """Write the results of padding: output 0, lse -inf."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
@@ -90,9 +90,9 @@ def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def fill_padding(work, tensors, numbers, OPTIONS: tl.constexpr):
-    """Fill the padding around the sequences, if no other grid does.
+    """Write the results of padding around the sequences, if no other grid does.
 
-    The first program of the first sequence and that of the last one do it.
+    The first program of the first sequence and the first program of the last sequence do it.
     """
     units = numbers.heads_q // OPTIONS.GROUP * OPTIONS.PACKS
     place = tl.program_id(0) // (numbers.splits * units) % numbers.tiles
@@ -107,9 +107,9 @@ def fill_padding(work, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
-    """Store the result over a part of the keys, to be merged; every row is written.
+    """Store the result of one split, for the merge; every row is written.
 
-    The parts are [program without split, split, BLOCK_M].
+    The buffers are [program without split, split, BLOCK_M].
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
@@ -123,7 +123,7 @@ def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
 
 @triton.jit
 def make_output(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write the output and the LSE of a tile of queries, or what a split of its keys gives."""
+    """Write the output and the LSE of a tile of queries, or the result of one split of its keys."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     row_at = rows.row.to(tl.int64) * numbers.stride_qs + rows.head.to(tl.int64) * numbers.stride_qh
@@ -149,7 +149,7 @@ def make_output(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: 
         )
     acc, l_i, m_i = softmax
 
-    # rows that saw no key: output 0, lse -inf
+    # fully masked rows: output 0, lse -inf
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = acc / l_safe[:, None]
     lse2 = tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))

@@ -1,4 +1,4 @@
-"""The end of a tile of queries: writing its rows, or merging what splits of its keys found."""
+"""Writes the rows of a tile of queries, or merges the results of its splits."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ from ..._linked.portable.primitives import LN2, NEG_INF
 
 @triton.jit
 def store_tile(x, work, rows, tensors, numbers, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
-    """Write a tile of queries of the output, or of dq: contiguous, ``[tokens, heads_q, WIDTH]``.
+    """Write a tile of queries to the contiguous output or dq, ``[tokens, heads_q, WIDTH]``.
 
-    Addresses are a scalar in 64 bits and what a tile spans in 32: they live through the walk.
+    Addresses stay in registers through the walk: a 64-bit scalar and 32-bit offsets in the tile.
     """
     HEADS: tl.constexpr = OPTIONS.HEADS
     m = tl.arange(0, x.shape[0])  # [BLOCK_M]
@@ -59,7 +59,7 @@ def merge_parts(work, rows, tensors, numbers, OPTIONS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * numbers.splits
     for split in tl.range(0, numbers.splits):
         at = (first + split) * BLOCK_M + m
-        lse2 = tl.load(tensors.part_lse_ptr + at)  # the tile wrote every row
+        lse2 = tl.load(tensors.part_lse_ptr + at)  # no mask: every row was written
         part = tl.load(
             tensors.part_out_ptr + at[:, None] * HEAD_DIM_V + cols_dv[None, :],
             mask=(cols_dv < HEAD_DIM_V)[None, :],

@@ -1,13 +1,9 @@
-"""Pieces that the forward and the backward kernels share: tiles, products, walks, masks.
-
-Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
-exponential is ``exp2``.
-"""
+"""Loads, list entries and masks that the forward and the backward kernels share."""
 
 import triton
 import triton.language as tl
 
-# a block behind the end of every sequence: what a walk finds past the end of its list
+# a block after the end of every sequence: what ``fetch`` gives past the end of a list
 NO_BLOCK = tl.constexpr(2**22)
 
 
@@ -21,11 +17,11 @@ def load_rows(
     MASKED: tl.constexpr,
     TURNED: tl.constexpr = False,
 ):
-    """Load rows of q or k, or with ``OF_V`` of v or of what is as wide: ``[rows, columns]``.
+    """Load rows of q or k, or with ``OF_V`` of v, out or dout: ``[rows, columns]``.
 
-    Rows that are not ``live`` give 0. ``offsets`` are of rows, in elements and 64 bits, as they may
-    pass 2**31. Every row begins on a multiple of ``ROW_BYTES``: the launcher sees to it. With
-    ``TURNED`` the tile is ``[columns, rows]``.
+    Rows that are not ``live`` give 0. ``offsets`` are the rows' offsets in elements, as int64: they
+    may exceed 2**31. The launcher ensures that every row is aligned to ``ROW_BYTES``. With
+    ``TURNED`` the tile is transposed, ``[columns, rows]``.
     """
     WIDTH: tl.constexpr = OPTIONS.HEAD_DIM_V if OF_V else OPTIONS.HEAD_DIM
     BLOCK: tl.constexpr = OPTIONS.BLOCK_DV if OF_V else OPTIONS.BLOCK_D
@@ -46,13 +42,13 @@ def load_rows(
 
 @triton.jit
 def floor_div(x, DIVISOR: tl.constexpr):
-    """Divide, rounding down for negative numbers too."""
+    """Divide and round down, also for negative numbers."""
     return tl.where(x >= 0, x // DIVISOR, -((DIVISOR - 1 - x) // DIVISOR))
 
 
 @triton.jit
 def lower_bound(items_ptr, first, last, limit, DIVISOR: tl.constexpr):
-    """Return the first place from ``first`` to ``last`` whose item's block is not below a limit."""
+    """Return the first index from ``first`` on whose item's block is at least ``limit``."""
     while first < last:
         middle = (first + last) // 2
         is_below = tl.load(items_ptr + middle) // DIVISOR < limit
@@ -63,10 +59,10 @@ def lower_bound(items_ptr, first, last, limit, DIVISOR: tl.constexpr):
 
 @triton.jit
 def fetch(values_ptr, step, ranges, other, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load what a list says of a step: a number, or one for each of ``SIDE`` tokens.
+    """Load the list entry of a step: a scalar, or one entry for each of ``SIDE`` tokens.
 
     A step is a tile of ``SIDE`` tokens: a part of a block of the layout, or several blocks. The
-    walk goes over three ranges of the list, one behind the other, and past them gives ``other``.
+    walk covers three ranges of the list, one after the other; past them the entry is ``other``.
     """
     if BLOCK >= SIDE:
         place = step // (BLOCK // SIDE)
@@ -81,7 +77,7 @@ def fetch(values_ptr, step, ranges, other, SIDE: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def count_steps(items, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many steps walk over so many items."""
+    """Return the number of steps that walk ``items`` items."""
     if BLOCK >= SIDE:
         steps = items * (BLOCK // SIDE)
     else:
@@ -91,7 +87,7 @@ def count_steps(items, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the tokens of a step from the block, or blocks, that ``fetch`` gave."""
+    """Return the tokens of a step, given its block or blocks from ``fetch``."""
     lane = tl.arange(0, SIDE)  # [SIDE]
     if BLOCK > SIDE:
         tokens = block * BLOCK + step % (BLOCK // SIDE) * SIDE + lane
@@ -104,7 +100,7 @@ def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_range(keys, first, last):
-    """Say which keys the rule of a layout leaves to a row."""
+    """Say which keys the layout's token rule lets a row see."""
     return (keys >= first) & (keys <= last)
 
 
@@ -124,9 +120,9 @@ def sees(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.co
 
 @triton.jit
 def live_keys(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.constexpr):
-    """Say which keys of a step some row of the tile sees; nobody may read the others.
+    """Say which keys of a step some row of the tile sees; the other keys must not be read.
 
-    ``members`` say which of the tile's rows of blocks keep the block of a key.
+    ``members`` has a bit for each of the tile's rows of blocks: whether it keeps the key's block.
     """
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
     ROW_MEMBERS: tl.constexpr = OPTIONS.ROW_MEMBERS
@@ -138,10 +134,10 @@ def live_keys(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: 
             is_kept = ((members >> i) & 1) != 0
             reach = tl.where(is_kept & (first <= last), last, reach)
     else:
-        # some head keeps whatever is in a list
+        # every block of the list is kept by some head
         reach = rows.last_position
     if OPTIONS.IS_CAUSAL:
-        # of a layout whose rows begin with the queries, rows may stand behind the last key
+        # with top-left alignment, rows may stand after the last key
         live = keys <= tl.minimum(reach, rows.seqlen_k - 1)
     else:
         live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
@@ -163,7 +159,7 @@ def keeps(members, bits, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def fetch_keys(step, ranges, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.constexpr):
-    """Load the block, or blocks, of a step of keys, and which of the tile's members keep it."""
+    """Load the block or blocks of a step of keys, and the members of the tile that keep them."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     block = fetch(tensors.items_ptr, step, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
@@ -177,7 +173,7 @@ def fetch_keys(step, ranges, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.con
 def key_offsets(
     keys, live, keys_at, stride_page, stride_token, MASKED: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Return where keys begin, in elements: in their page, or in the sequence."""
+    """Return the offsets of keys, in elements, in the cache or in the sequence."""
     if PAGE:
         if MASKED:
             page = tl.load(keys_at.table_ptr + keys // PAGE, mask=live, other=0)

@@ -1,7 +1,7 @@
-"""Which tile of which head and sequence a program owns, in an order that keeps the GPU busy.
+"""Which tile of which head and sequence a program owns, and which part of a list it walks.
 
-Tiles of queries are aligned to positions, not to the first query: so a tile never shares a row of
-blocks with a neighbour, whatever chunk of a sequence the queries are.
+Tiles of queries are aligned to positions, not to the first query. So a tile never shares a row of
+blocks with its neighbour, whichever chunk of a sequence the queries are.
 """
 
 import triton
@@ -10,17 +10,17 @@ import triton.language as tl
 from .primitives import floor_div, lower_bound
 from .structures import QueryWalk, Rows, TileRows, Walk, Work
 
-# sequences looked at per step when a program searches its own in cu_seqlens
+# sequences per step of the search in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: tl.constexpr, SPARE: tl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+    """Return the sequence that owns a slot; -1 is padding before the batch, ``batch`` after it.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // SIDE + SPARE * (b + 1)`` on. They are at
-    least as many as its tiles, and a bound of the grid needs no device data. ``SPARE`` is 1 for
-    tiles that begin with the sequence, 2 for tiles that it may enter and leave in their midst.
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // SIDE + SPARE * (b + 1)`` on. It has at
+    least as many slots as tiles, and the host can bound the grid without device data. ``SPARE`` is
+    1 if the first tile begins with the sequence, 2 if the sequence may begin inside a tile.
     """
     owned = tl.zeros([], tl.int32)
     for first in range(0, batch + 1, SEARCH_CHUNK):
@@ -33,7 +33,7 @@ def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: tl.constexpr, SPARE: tl.con
 
 @triton.jit
 def extent(cu_seqlens_ptr, sequence, batch, tokens, NEEDS_PADDING: tl.constexpr):
-    """Return where a sequence begins and ends; the two around the batch are padding, or nothing."""
+    """Return begin and length of a sequence; sequences -1 and ``batch`` are padding, or empty."""
     if NEEDS_PADDING:
         begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence >= 0, other=0)
         end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=tokens)
@@ -46,7 +46,7 @@ def extent(cu_seqlens_ptr, sequence, batch, tokens, NEEDS_PADDING: tl.constexpr)
 
 @triton.jit
 def diagonal_of(seqlen_q, seqlen_k, TOP_LEFT: tl.constexpr):
-    """Return the position of the first query, where a layout's rows begin at position 0."""
+    """Return the position of the first query; the layout's rows begin at position 0."""
     if TOP_LEFT:
         diagonal = seqlen_k * 0
     else:
@@ -58,8 +58,8 @@ def diagonal_of(seqlen_q, seqlen_k, TOP_LEFT: tl.constexpr):
 def place(pid, batch, units, tiles, span, BALANCE: tl.constexpr):
     """Return ``(index of the tile, sequence, unit)`` of a program, for sequences of one length.
 
-    Walks may differ in length: ``BALANCE`` takes one tile of as many units (``span``) as the cache
-    holds after the other. Without it, neighbours are tiles of one unit.
+    With ``BALANCE``, for walks of different lengths, consecutive programs take the same tile of
+    ``span`` units, as many as the cache holds. Without it, they take the tiles of one unit.
     """
     if BALANCE:
         section = pid // (span * tiles)
@@ -83,10 +83,10 @@ def locate_queries(
     SHORT: tl.constexpr,
     TOP_LEFT: tl.constexpr,
 ):
-    """Return the tile of queries that belongs to a place in the grid.
+    """Return the tile of queries that a program owns.
 
     Sequences of at most ``SHORT`` queries belong to the short grid, which is
-    ``[batch, tiles, units, splits]``, all others and padding to the tall one.
+    ``[batch, tiles, units, splits]``. Longer sequences and padding belong to the tall grid.
     """
     q_starts, k_starts, batch, units, tokens_q, tokens_k, tiles, span, splits = grid
     split = tl.zeros([], tl.int32)
@@ -112,7 +112,7 @@ def locate_queries(
         slot = pid // units if BALANCE else pid % tiles
         unit = pid % units if BALANCE else pid // tiles
         sequence = find_sequence(q_starts, slot, batch, POSITIONS, 2)
-        # tokens around the sequences are two more sequences, which face nothing
+        # padding before the first and after the last sequence: two extra sequences without keys
         q_begin, seqlen_q = extent(q_starts, sequence, batch, tokens_q, True)
         k_begin, seqlen_k = extent(k_starts, sequence, batch, tokens_k, False)
         index = slot - (q_begin // POSITIONS + 2 * (sequence + 1))
@@ -123,7 +123,7 @@ def locate_queries(
     first_tile = floor_div(diagonal, POSITIONS)
     count = tl.where(seqlen_q > 0, tl.cdiv(diagonal + seqlen_q, POSITIONS) - first_tile, 0)
     if BALANCE and not IS_SHORT:
-        index = count - 1 - index  # the last are the longest
+        index = count - 1 - index  # the last walks are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
     tile = first_tile + index
     return Work(
@@ -133,7 +133,7 @@ def locate_queries(
 
 @triton.jit
 def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr, TOP_LEFT: tl.constexpr):
-    """Return the tile of keys that belongs to a place in the grid."""
+    """Return the tile of keys that a program owns."""
     q_starts, k_starts, batch, heads, tokens_q, tokens_k, tiles, span, _ = grid
     q_start = tl.zeros([], tl.int64)
     k_start = tl.zeros([], tl.int64)
@@ -159,11 +159,11 @@ def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr, TOP_LEF
 
 @triton.jit
 def _list_of(work, list_row, is_known, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return where a tile's list begins, where its items need a mask, and where it ends."""
+    """Return the begin of a tile's list, the first item that needs a mask, and the end."""
     owner = list_row.to(tl.int64)
     if OPTIONS.PER_HEAD:
         owner += work.unit.to(tl.int64) * numbers.list_rows
-    # padding, which walks nothing, has the lists of the first sequence
+    # padding has no keys to walk; it takes the lists of sequence 0
     is_real = (work.sequence >= 0) & (work.sequence < numbers.batch)
     owner += tl.where(is_real, work.sequence, 0).to(tl.int64) * numbers.list_stride
     start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
@@ -174,19 +174,19 @@ def _list_of(work, list_row, is_known, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def key_walk(work, last_position, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return the list's ranges for a tile of queries."""
+    """Return the ranges of its list that a tile of queries walks."""
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
-    # items of a step
+    # items per step
     PER_STEP: tl.constexpr = OPTIONS.BLOCK_N // BLOCK_K if OPTIONS.BLOCK_N > BLOCK_K else 1
     tile, seqlen_k, items_ptr = work.tile, work.seqlen_k, tensors.items_ptr
     list_row = tl.maximum(tile, 0) * OPTIONS.POSITIONS // OPTIONS.SPAN
-    # no row of blocks before the first position, nor behind the layout's last
+    # there are no rows of blocks before position 0 and after the layout's last row
     is_known = (tile >= 0) & (list_row < numbers.list_rows) & (last_position >= 0)
     start, cut, end = _list_of(work, list_row, is_known, tensors, numbers, OPTIONS)
     whole_end = cut
     seen_end = cut
     cut_end = end
-    # items right of the sequence's end; if the mask ends where it does there are none, or a few
+    # leave out items after the sequence's end; with a bottom-right causal mask there are few
     if (OPTIONS.TOP_LEFT or not OPTIONS.IS_CAUSAL) and seqlen_k < numbers.extent:
         whole_end = lower_bound(items_ptr, start, cut, seqlen_k // BLOCK_K, 1)
         seen_end = lower_bound(items_ptr, whole_end, cut, tl.cdiv(seqlen_k, BLOCK_K), 1)
@@ -204,7 +204,7 @@ def tile_rows(work, batch, OPTIONS: tl.constexpr):
     row = work.tile * OPTIONS.POSITIONS + m // OPTIONS.HEADS - work.diagonal
     inside = (row >= 0) & (row < work.seqlen_q) & (in_group < OPTIONS.GROUP)
     head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
-    # padding around the sequences has no row in per-sequence tensors
+    # padding has no row in per-sequence tensors
     sequence = tl.maximum(tl.minimum(work.sequence, batch - 1), 0).to(tl.int64)
     return TileRows(sequence, row, head, inside)
 
@@ -222,7 +222,7 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
         bits = tl.arange(0, positions.shape[0]) % OPTIONS.HEADS
     elif OPTIONS.ROW_MEMBERS > 1:
         bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
-    # where no rule hides keys nobody reads these two; None could not be returned
+    # not read without a token rule, but None could not be returned
     first_key = positions
     last_key = positions
     if tensors.rule_ptr is not None:
@@ -232,7 +232,7 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
         first_key = tl.load(bounds, mask=is_there, other=1)
         last_key = tl.load(bounds + 1, mask=is_there, other=0)
     if OPTIONS.TOP_LEFT:
-        # under a causal mask a query behind the last key sees no more than that
+        # under a causal mask, a query after the last key sees what a query at that key sees
         positions = tl.minimum(positions, seqlen_k - 1)
     return Rows(
         positions, bits, first_position, last_position, span_start, seqlen_k, first_key, last_key
@@ -241,15 +241,15 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return the ``QueryWalk`` of a tile of keys: the ranges of its list."""
+    """Return the ranges of its list that a tile of keys walks."""
     items_ptr = tensors.items_ptr
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
     PER_STEP: tl.constexpr = OPTIONS.BLOCK_M // BLOCK_Q if OPTIONS.BLOCK_M > BLOCK_Q else 1
     IN_ITEM: tl.constexpr = OPTIONS.GROUP if OPTIONS.PER_HEAD else 1
-    # keys of an owner
+    # keys per owner of a list
     SPAN: tl.constexpr = OPTIONS.BLOCK_N if OPTIONS.BLOCK_N > OPTIONS.BLOCK_K else OPTIONS.BLOCK_K
     list_row = work.tile * OPTIONS.BLOCK_N // SPAN
-    # no column behind the layout's last; the padding around the sequences faces nothing
+    # there are no columns after the layout's last; padding has no queries
     is_known = (list_row < numbers.list_rows) & (work.seqlen_q > 0)
     start, cut, end = _list_of(work, list_row, is_known, tensors, numbers, OPTIONS)
     # rows of blocks that the queries touch, and those that they fill
@@ -269,6 +269,6 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr):
         whole_end = lower_bound(items_ptr, whole, whole_end, end_position // BLOCK_Q, IN_ITEM)
         seen_end = lower_bound(items_ptr, whole_end, seen_end, first_behind, IN_ITEM)
         cut_end = lower_bound(items_ptr, cut, end, first_behind, IN_ITEM)
-    # keys that are not there need no mask: what they get is not stored
+    # keys after the end need no mask: their gradients are not stored
     count = tl.maximum(whole_end - whole, 0) // PER_STEP * PER_STEP
     return QueryWalk(seen, whole, count, seen_end, cut, cut_end)

@@ -1,17 +1,17 @@
-"""What the portable kernels are given, by names that the host and the device share.
+"""The arguments of the portable kernels, as structures that the host and the device share.
 
-Fields in lower case are known when a kernel runs, those in upper case when it is compiled; no
-structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors, its
-numbers and its constants.
+Fields in lower case are run-time values, fields in upper case are compile-time constants; no
+structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors and its
+numbers, and its constants.
 """
 
 from typing import Any, NamedTuple
 
 
 class Constants(NamedTuple):
-    """What the kernel over tiles of scores is compiled for."""
+    """Constants of ``attention_kernel``."""
 
-    # of a call
+    # the call
     GROUP: Any  # query heads per key head
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -19,27 +19,27 @@ class Constants(NamedTuple):
     BLOCK_DV: Any
     ROW_BYTES: Any  # alignment of rows
     ROW_BYTES_V: Any
-    BLOCK_Q: Any  # of the layout
+    BLOCK_Q: Any  # the layout's block size
     BLOCK_K: Any
     IS_CAUSAL: Any
-    PER_HEAD: Any  # lists of each unit, or one for all
+    PER_HEAD: Any  # each unit has its own lists; otherwise all units share one
     TOP_LEFT: Any  # query i stands at position i
-    # of a tile of queries; 0 where tiles are of keys
+    # the tile of queries; 0 if programs own tiles of keys
     POSITIONS: Any = 0
     HEADS: Any = 0  # from one group
     PACKS: Any = 0  # tiles that hold all heads of a group
-    SPAN: Any = 0  # positions of a list's owner
+    SPAN: Any = 0  # positions per owner of a list
     ROW_MEMBERS: Any = 0  # rows of blocks in a tile
     HEAD_MEMBERS: Any = 0  # heads whose lists are united
-    # of a pass
-    BY_KEY: Any = False  # tiles of keys, for dk and dv, or of queries
-    MERGES: Any = False  # the forward over splits of keys is over, and is put together
+    # the pass
+    BY_KEY: Any = False  # programs own tiles of keys, for dk and dv; otherwise tiles of queries
+    MERGES: Any = False  # merge the splits of the forward
     PAGE: Any = 0  # tokens of a page, 0 without pages
     IS_SHORT: Any = False  # tiles of sequences of a few queries
-    SHORT: Any = 0  # queries of a sequence that has such tiles, in the forward
+    SHORT: Any = 0  # most queries of a sequence with such tiles, in the forward
     FOLD: Any = True  # the scale is not negative
     SETTLE: Any = False  # wait for the products of dk at the end of each step
-    # of the tile of scores of a step
+    # the tile of scores of a step
     BLOCK_M: Any = 0
     BLOCK_N: Any = 0
     PRECISION: Any = ""
@@ -47,38 +47,38 @@ class Constants(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What the launches around the backward are compiled for."""
+    """Constants of ``row_kernel``, which runs before and after the backward."""
 
     HEAD_DIM_V: Any
     BLOCK_DV: Any
     ROW_BYTES_V: Any
     BLOCK: Any  # rows per program
-    # of sums of gradients
-    ROUNDS: Any = False  # they become gradients
+    # sums of gradients
+    ROUNDS: Any = False  # write the gradients from the sums
     HEAD_DIM: Any = 0
-    PER_HEAD: Any = False  # lists of each key head, or one for all
+    PER_HEAD: Any = False  # each key head has its own lists; otherwise all share one
     TOP_LEFT: Any = False  # query i stands at position i
-    TOKENS: Any = 0  # of the layout's blocks, up to 64
+    TOKENS: Any = 0  # tokens per block of the layout, at most 64
     WIDTH: Any = 0  # columns of sums
     WIDTH_V: Any = 0
-    PIECE: Any = 0  # sums of dq that are set to 0 at a time
-    IS_EARLY: Any = False  # the launch that adds to them may still run
+    PIECE: Any = 0  # elements of dq's sums that one store sets to 0
+    IS_EARLY: Any = False  # the launch that adds to the sums may still run
 
 
 class Tensors(NamedTuple):
-    """Pointers of the kernel over tiles of scores; None where a pass has none."""
+    """Pointers of ``attention_kernel``; None if a pass does not use one."""
 
     q_ptr: Any
     k_ptr: Any
     v_ptr: Any
-    # of the backward
+    # the backward only
     dout_ptr: Any
     lse2_ptr: Any
     delta_ptr: Any
     out_ptr: Any  # the output, dq, or dk
     dv_ptr: Any
     lse_ptr: Any
-    # what each split finds
+    # results of each split
     part_out_ptr: Any
     part_lse_ptr: Any
     # the lists, as ``Lists``
@@ -86,7 +86,7 @@ class Tensors(NamedTuple):
     whole_ptr: Any
     items_ptr: Any
     members_ptr: Any
-    # None where all sequences have one length
+    # None if all sequences have one length
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
     block_table_ptr: Any
@@ -94,22 +94,22 @@ class Tensors(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scale, sizes and strides of that kernel; 0 where a pass has none."""
+    """Scale, sizes and strides of ``attention_kernel``; 0 if a pass does not use one."""
 
     scale: Any
     batch: Any
     heads_q: Any
     tokens_q: Any
     tokens_k: Any
-    tiles: Any  # of positions, of each unit; or of keys, of each head
+    tiles: Any  # tiles of positions per unit, or tiles of keys per head
     span: Any  # units, or heads, that are worked on together
     splits: Any
     fills: Any  # whether the short grid writes padding
-    list_rows: Any  # owners that a list of a unit has
-    list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
-    extent: Any  # tokens that the layout covers, of those that are walked
+    list_rows: Any  # owners in the lists of a unit
+    list_stride: Any  # owners per sequence, or 0 if all sequences share their lists
+    extent: Any  # keys that the layout covers, or queries if the walk is over queries
     stride_table: Any
-    rule_stride: Any  # of a sequence's rule, or 0
+    rule_stride: Any  # between the rules of two sequences, or 0
     stride_dob: Any
     stride_dos: Any
     stride_doh: Any
@@ -125,7 +125,7 @@ class Numbers(NamedTuple):
 
 
 class RowTensors(NamedTuple):
-    """What is known of rows, and the two tensors ``[batch, heads_q, tokens]`` to be filled."""
+    """Pointers of ``row_kernel``; it fills delta and lse2, ``[batch, heads_q, tokens]``."""
 
     out_ptr: Any
     dout_ptr: Any
@@ -133,7 +133,7 @@ class RowTensors(NamedTuple):
     dlse_ptr: Any  # or None
     delta_ptr: Any
     lse2_ptr: Any
-    # of the backward for Hopper: see ``BackwardTensors``
+    # the Hopper backward only: see ``BackwardTensors``
     parts_ptr: Any = None
     owners_ptr: Any = None
     real_ptr: Any = None
@@ -148,15 +148,15 @@ class RowTensors(NamedTuple):
 
 
 class RowNumbers(NamedTuple):
-    """Sizes and strides of the rows."""
+    """Sizes and strides of ``row_kernel``."""
 
     tokens_q: Any
-    rows: Any  # of all heads and sequences
+    rows: Any  # rows of all heads and sequences
     stride_dob: Any
     stride_dos: Any
     stride_doh: Any
     heads_q: Any
-    # of sums of gradients
+    # sums of gradients
     scale: Any = 0.0
     batch: Any = 0
     heads_k: Any = 0
@@ -164,17 +164,17 @@ class RowNumbers(NamedTuple):
     tiles_q: Any = 0
     tiles_k: Any = 0
     list_pieces: Any = 0
-    slots_q: Any = 0  # tiles of sums of dq
-    slots_k: Any = 0  # and of dk and dv
-    share: Any = 0  # pieces of dq's sums that a program sets to 0
+    slots_q: Any = 0  # tiles of dq's sums
+    slots_k: Any = 0  # tiles of dk's and dv's sums
+    share: Any = 0  # pieces of dq's sums that one program sets to 0
     pieces: Any = 0
 
 
-# ---- on the device alone
+# ---- used on the device only
 
 
 class Grid(NamedTuple):
-    """What the place of a program in the grid means."""
+    """The sizes by which a program finds its tile from its program id."""
 
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
@@ -190,7 +190,8 @@ class Grid(NamedTuple):
 class Work(NamedTuple):
     """The tile of queries, or of keys, that a program owns."""
 
-    tile: Any  # counted from position 0, or, of keys, from the sequence's first, and -1 for none
+    # queries: counted from position 0; keys: counted from the sequence's first key, -1 for none
+    tile: Any
     is_alive: Any
     sequence: Any
     unit: Any  # or key head
@@ -199,14 +200,15 @@ class Work(NamedTuple):
     k_start: Any
     seqlen_q: Any
     seqlen_k: Any
-    diagonal: Any  # where the first query stands
+    diagonal: Any  # position of the first query
 
 
 class Walk(NamedTuple):
     """The ranges of a list that a tile of queries walks.
 
     ``whole`` items from ``start`` on fill steps that every row sees whole. The ``rests`` items from
-    ``rest`` on, left of the end of the sequence, and ``cuts`` from ``cut`` on, need a mask.
+    ``rest`` on (whole blocks that do not fill a step, or that the sequence's end cuts) and the
+    ``cuts`` items from ``cut`` on need a mask.
     """
 
     start: Any
@@ -220,8 +222,8 @@ class Walk(NamedTuple):
 class QueryWalk(NamedTuple):
     """The ranges of a list that a tile of keys walks.
 
-    ``count`` items from ``whole`` on fill steps that see every key. Those from ``seen`` to
-    ``whole``, from there to ``seen_end``, and from ``cut`` to ``cut_end`` need a mask.
+    ``count`` items from ``whole`` on fill steps that see every key. The items from ``seen`` to
+    ``whole``, from ``whole + count`` to ``seen_end`` and from ``cut`` to ``cut_end`` need a mask.
     """
 
     seen: Any
@@ -233,7 +235,7 @@ class QueryWalk(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Three ranges of a list, walked one behind the other."""
+    """Three ranges of a list, walked one after the other."""
 
     first_a: Any
     count_a: Any
@@ -244,21 +246,21 @@ class Ranges(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a tile of queries stand, and the key where their sequence ends."""
+    """What the rows of a tile of queries see."""
 
-    positions: Any  # or the last key's, behind it
-    bits: Any  # which member of the list's owner a row is
+    positions: Any  # at most the last key's position
+    bits: Any  # index of each row's member within the list's owner
     first_position: Any
     last_position: Any
     span_start: Any  # the first position of the list's owner
     seqlen_k: Any
-    # first and last key that each row sees by the rule; without meaning where there is none
+    # first and last key that the token rule lets each row see; not read without a rule
     first_key: Any
     last_key: Any
 
 
 class Keys(NamedTuple):
-    """Where the keys and values of a program's head begin, and which steps it takes."""
+    """Pointers to the keys and values of a program's head, and the steps that it takes."""
 
     k_base: Any
     v_base: Any
@@ -276,7 +278,7 @@ class Softmax(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """A tile of queries, the gradients that arrive there, and the numbers of its rows."""
+    """A tile of queries, its part of dout, and the numbers of its rows."""
 
     q: Any
     dout: Any
@@ -287,14 +289,14 @@ class RowValues(NamedTuple):
 class TileRows(NamedTuple):
     """The rows of a tile of queries."""
 
-    batch: Any  # the sequence, or one that there is, in 64 bits
-    row: Any  # in the sequence
+    batch: Any  # the sequence, clamped to 0 .. batch - 1, as int64
+    row: Any  # index in the sequence
     head: Any
-    inside: Any  # whether there is such a row
+    inside: Any  # whether the row exists
 
 
 class RowPointers(NamedTuple):
-    """Where queries and what belongs to them begin in memory, for a sequence, and its key head."""
+    """Pointers to a sequence's queries, dout and row numbers, and the key head."""
 
     q_ptr: Any
     dout_ptr: Any
@@ -305,12 +307,12 @@ class RowPointers(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A tile of keys and their values, where they stand, and the queries that face them."""
+    """A tile of keys and values, and what the mask of its sequence needs."""
 
     k: Any
     v: Any
     keys: Any
-    bits: Any  # which column of blocks of the list's owner a key is in
+    bits: Any  # index of each key's column of blocks within the list's owner
     diagonal: Any
     seqlen_q: Any
     seqlen_k: Any

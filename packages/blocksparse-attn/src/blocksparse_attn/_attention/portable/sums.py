@@ -1,6 +1,7 @@
-"""Sums of gradients to which the backward for Hopper adds: 0 ahead of it, rounded gradients after.
+"""Sums of gradients, in fp32, to which the Hopper backward adds.
 
-They lie in the order of accumulators' registers, the gradients in that of rows.
+They are set to 0 before it and rounded to gradients after it. The elements of the sums are in the
+order of the accumulators' registers, those of the gradients in the order of rows.
 """
 
 import triton
@@ -15,7 +16,7 @@ SIDE = tl.constexpr(64)
 
 @triton.jit
 def expect_walks(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """Let a counter say how many programs have yet to end their walks of a sequence's key head."""
+    """Set a counter to minus the number of programs that add to dq of a sequence's key head."""
     TOGETHER: tl.constexpr = 1024
     WIDTH: tl.constexpr = 1 + 2 * SIDE // OPTIONS.TOKENS
     if place < numbers.batch * numbers.heads_k:
@@ -33,7 +34,7 @@ def expect_walks(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _await_walks(sequence, head, tensors, numbers):
-    """Wait until all of dq has been added of a sequence's key head; to padding nothing is."""
+    """Wait until a sequence's key head has all of its dq; padding gets none."""
     if (sequence >= 0) & (sequence < numbers.batch):
         counter_ptr = tensors.counters_ptr + sequence * numbers.heads_k + head
         while tl.atomic_add(counter_ptr, 0, sem="acquire") < 0:
@@ -42,7 +43,7 @@ def _await_walks(sequence, head, tensors, numbers):
 
 @triton.jit
 def _await_launch():
-    """Wait for the end of the launch ahead, beside which this one may have begun."""
+    """Wait for the end of the previous launch, which may overlap with this one."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -52,7 +53,7 @@ def _await_launch():
 def _locate(place, tensors, numbers):
     """Return ``(tile, is_owned, start, head, seqlen_k)`` of 64 keys.
 
-    Tile -1 is none at all. Padding around the sequences is nobody's.
+    Tile -1 does not exist. Padding is owned by no program.
     """
     offsets_ptr, batch = tensors.cu_seqlens_ptr, numbers.batch
     sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles_k
@@ -67,7 +68,7 @@ def _locate(place, tensors, numbers):
 
 @triton.jit
 def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
-    """Return how many programs own a piece; keys behind the layout's last are nobody's."""
+    """Return how many programs own a piece: none own keys after the layout's last column."""
     parts_ptr = tensors.parts_ptr
     if PER_HEAD:
         parts_ptr += head * numbers.list_pieces
@@ -81,7 +82,7 @@ def _clear(sums_ptr, COUNT: tl.constexpr):
 
 @triton.jit
 def clear_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """Set a share of the sums to 0; of those of dk and dv, the ones to which several add."""
+    """Set a share of dq's sums to 0, and the sums of dk and dv to which several programs add."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     PIECE: tl.constexpr = OPTIONS.PIECE
     first = place * numbers.share
@@ -102,7 +103,7 @@ def clear_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _tile(sums_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load sums in the order in which ``add_to_memory`` left 64 rows, and ``add_block`` fewer."""
+    """Load sums that ``add_to_memory`` (64 rows) or ``add_block`` (fewer rows) has written."""
     sums = tl.load(sums_ptr + tl.arange(0, ROWS * WIDTH))
     sums = tl.permute(tl.reshape(sums, (WIDTH // 8, ROWS // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     return tl.reshape(sums, (ROWS, WIDTH))
@@ -110,7 +111,7 @@ def _tile(sums_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.constexpr):
-    """Write columns of a gradient ``[tokens, heads, WIDTH]``, from the ``first`` on."""
+    """Write columns from ``first`` on of a gradient ``[tokens, heads, WIDTH]``."""
     cols = first + tl.arange(0, gradient.shape[1])
     pointers = pointer + ((token.to(tl.int64) * heads + head) * WIDTH)[:, None] + cols[None, :]
     mask = inside[:, None] & (cols < WIDTH)[None, :]
@@ -119,7 +120,7 @@ def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.const
 
 @triton.jit
 def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write a block of dq; each of two warpgroups added half of its columns."""
+    """Write a block of dq from its sums; each of two warpgroups added half of the columns."""
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     offsets_ptr, heads_q = tensors.cu_seqlens_ptr, numbers.heads_q
     sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles_q
@@ -143,7 +144,7 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write 64 keys' dk and dv, but for what a program wrote which alone owned it."""
+    """Write dk and dv of 64 keys, except pieces that a single program owned and wrote."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
@@ -174,7 +175,7 @@ def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
 def round_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
     """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded.
 
-    dq comes first, head by head: some heads' walks have ended while others run.
+    dq comes first, head by head: walks of some heads have ended while walks of other heads run.
     """
     if place < numbers.slots_q:
         _round_queries(place, tensors, numbers, OPTIONS)

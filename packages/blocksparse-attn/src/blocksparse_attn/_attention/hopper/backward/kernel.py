@@ -1,12 +1,12 @@
 """Backward pass on Hopper: one warp reads the lists and copies, two warpgroups multiply.
 
-A program owns two blocks of 64 keys, one a warpgroup, and walks lists of blocks of queries: first
-those that see both, then those that see one (``Pairs`` in ``_layout/lists.py``). Scores are
-transposed ([keys, queries]), so that probabilities and their gradients go from the accumulators
-into the products of dv and dk as they lie. The product of dq needs those of all keys that a query
-sees: within a program they meet in shared memory. What programs have in common, all of dq, and dk
-and dv where several own a block, is added in fp32 to sums in memory, in the order of the
-accumulators' registers, out of which ``row_kernel`` brings it.
+A program owns two blocks of 64 keys, one per warpgroup, and walks lists of blocks of queries: first
+the blocks that see both, then those that see one (``Pairs`` in ``_layout/lists.py``). Scores are
+transposed ([keys, queries]), so that the products of dv and dk take the probabilities and their
+gradients from the accumulators without a change of layout. The product of dq needs the gradients of
+both warpgroups, which exchange them in shared memory. Where programs share a gradient (all of dq,
+and dk and dv of a block that several own), they add in fp32 to sums in memory. The sums are in the
+order of the accumulators' registers; ``row_kernel`` turns them into rows.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
@@ -41,7 +41,7 @@ from .steps import (
 
 @gluon.jit
 def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
-    """Return gradients of 0, and the scores of the first step."""
+    """Return gradients that are 0, and the scores of the first step."""
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -59,18 +59,18 @@ def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.wait(pipeline.v_full, 0, pred=is_walked)
     turn = turn * 0
-    # no sums
+    # last = -1: no step's dq is pending
     return Gradients(dk, dv, s, turn - 1, turn)
 
 
 @gluon.jit
 def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
-    """Make dk and dv of warpgroup ``W``'s block of keys, and what goes to dq."""
+    """Make dk and dv of warpgroup ``W``'s block of keys, and its contributions to dq."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     PIECE: gl.constexpr = OPTIONS.PIECE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     steps = work.steps
-    # as places in a block, or in the sequence
+    # positions in the block, or with pieces in the sequence
     positions = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
     if PIECE < ROWS:
         owned_ptr = work.owned_ptr + W * (ROWS // PIECE)
@@ -80,7 +80,7 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
     mine = Mine(positions, numbers.scale * LOG2E, tensors.dq_ptr, both, total)
     gradients = _begin(both, is_walked, W, pipeline, OPTIONS)
     if OPTIONS.MAKES_DQ:
-        # dq is one step behind
+        # the product of dq runs one step late
         say_made(gradients.turn + 1, W)
     gradients = walk(gradients, steps.whole * TURNS, mine, W, False, pipeline, OPTIONS)
     gradients = walk(gradients, steps.partial * TURNS, mine, W, True, pipeline, OPTIONS)
@@ -92,7 +92,7 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
         add_dq(tensors.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
     dk, dv = walk_apart(gradients, steps.alone * TURNS, mine, W, pipeline, OPTIONS)
     if OPTIONS.MAKES_DQ:
-        # one thread arrives, and speaks for what all of them have added
+        # after the barrier, one thread arrives for all threads of the warpgroup
         barrier_sync(TURN + 1 + W, 128, 4)
         mbarrier.arrive(pipeline.dq_added, count=1)
     _leave(dk, dv, is_walked, W, work, tensors, numbers, pipeline, OPTIONS)
@@ -102,11 +102,11 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
 def _leave(
     dk, dv, is_walked, W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
-    """Write of a block of dk and dv what nobody else owns, and add the rest to their sums."""
+    """Write the pieces of dk and dv that no other program owns, and add the rest to the sums."""
     PIECE: gl.constexpr = OPTIONS.PIECE
     keys, program = work.keys, work.program
     mine = keys.mine_0 if W == 0 else keys.mine_1
-    # the memory of keys and values is free: the warpgroups have met since they last shared it
+    # the memory of keys and values is free: a barrier has followed the last shared use
     if mine % OTHERS != 0:
         write_block(dv, tensors.dv_desc, pipeline.v_s, W, work, tensors, PIECE)
         write_block(dk * numbers.scale, tensors.dk_desc, pipeline.k_s, W, work, tensors, PIECE)
@@ -124,7 +124,7 @@ def _leave(
 
 @gluon.jit
 def _find_origin(program, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return where rows, and the sums of their dq, of a program's sequence begin."""
+    """Return the offsets of a sequence's row numbers and of its sums of dq."""
     sequence, start = program.sequence, program.start
     heads_q = numbers.heads_k * OPTIONS.GROUP
     first_tile = floor_div(program.diagonal, ROWS)
@@ -139,7 +139,7 @@ def _find_origin(program, tensors, numbers, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _allocate(tensors, OPTIONS: gl.constexpr):
-    """Make a program's shared memory and its barriers."""
+    """Allocate a program's shared memory and its barriers."""
     PIECE: gl.constexpr = OPTIONS.PIECE
     STAGES: gl.constexpr = OPTIONS.STAGES
     dtype: gl.constexpr = tensors.q_desc.dtype
@@ -153,9 +153,9 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
     lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     fields_s = gl.allocate_shared_memory(gl.int32, [STAGES, STEP_FIELDS], plain)
-    # the copies, and the row numbers that arrive by hand. All warps meet over them, as they
-    # must: Triton hands numbers to the partitions where reductions leave theirs, and nothing
-    # else keeps a warp from writing what a later one has still to read
+    # each of these two counts the copy and the row numbers' arrival. Making barriers synchronises
+    # all warps, which is needed: Triton passes captured values to the partitions through the shared
+    # memory of reductions, and a fast warp could overwrite what a slow one has yet to read
     q_full = barriers(STAGES, 2)
     dout_full = barriers(STAGES, 2)
     k_full = barriers(1, 1).index(0)
@@ -179,7 +179,7 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
     )
 
 
-# numbers and pointers to what others allocate are never specialised; see ``runtime.py``
+# numbers and pointers to caller-allocated tensors are never specialised; see ``runtime.py``
 @gluon.jit(
     do_not_specialize=BackwardNumbers._fields[1:],
     do_not_specialize_on_alignment=BackwardTensors._fields[11:],
@@ -218,9 +218,9 @@ def hopper_backward_kernel(
 ):
     """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
 
-    ``p = exp(scale q k^T - lse)`` over the kept blocks. A program, warp-specialised, writes its
-    blocks of dk and dv or adds to their sums, and adds to those of dq. Or it makes no dq, and what
-    several programs add to one sum has an order, that of their lists: see ``order.py``.
+    ``p = exp(scale q k^T - lse)`` over the kept blocks. The kernel is warp-specialised. A program
+    writes its blocks of dk and dv or adds to their sums, and adds to the sums of dq. Without
+    ``MAKES_DQ`` it makes no dq, and programs add to a sum in the order of their list: ``order.py``.
     """
     tensors = BackwardTensors(
         q_desc,
@@ -256,7 +256,7 @@ def hopper_backward_kernel(
     pid = gl.program_id(0)
     if not OPTIONS.MAKES_DQ:
         pid = take_number(counters_ptr)
-    # the host knows a bound alone
+    # the host only knows an upper bound of the number of programs
     if pid < there:
         program = find_program(pid, programs, tensors, numbers, OPTIONS)
         keys, steps = find_keys(program, tensors, numbers, OPTIONS)

@@ -1,4 +1,4 @@
-"""The host side of the backward for Hopper: tensor maps, sums, the launches."""
+"""The host side of the Hopper backward: tensor maps, sums, launches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..queries.launch import PANEL, QueryWalk
 from ..structures import BackwardNumbers, BackwardOptions, BackwardTensors, QueryTensors
 from .kernel import hopper_backward_kernel
 
-# registers a thread at the start of the backward
+# registers per thread at the start of the backward
 REGISTERS = 168
-# rows per program of the launch ahead of the backward, and sums that it sets to 0 at a time
+# rows per program of the launch before the backward, and sums that one of its stores sets to 0
 ROWS = 32
 PIECE = 2048
 
@@ -34,16 +34,16 @@ class RowGradients(QueryWalk):
     """The launch that makes dq by tiles of queries."""
 
     def __init__(self, form: Form, x: Tensors, dout: Tensor) -> None:
-        """Take a call of the form, and a gradient of its output; others are as it is."""
+        """Take a call of the signature; the dout of later calls has the strides of this one."""
         tile = hopper_dq_tile(max(x.q.shape[-1], form.head_dim_v))
-        # a sequence of any queries is served
+        # short = 0: sequences of any number of queries
         super().__init__(form, x, hopper_query_kernel, tile, 0, x.q.shape[-1])
         self._map_dout = self._map_rows(dout, self._wide_v)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format, device="meta")
         self._map_dq = MapForm(dq, tile.rows, self._wide, ragged=form.is_packed)
 
     def __call__(self, x: Tensors, rows: RowTensors, walk: tuple[Tensor, ...], dq: Tensor) -> None:
-        """Fill ``dq``, by the lists of the forward."""
+        """Fill ``dq``; ``walk`` is the forward's list."""
         grid, numbers = self._numbers(x)
         tensors = QueryTensors(
             self._map_q(x.q),
@@ -64,10 +64,9 @@ class RowGradients(QueryWalk):
 
 
 class HopperBackward:
-    """The launches of the backward of calls that ``takes_hopper_backward`` takes."""
+    """The backward launches of calls that ``takes_hopper_backward`` accepts."""
 
     def __init__(self, form: Form) -> None:
-        """Take a form of calls."""
         self._form = form
         constants, pattern = form.constants, form.pattern
         piece = self._piece = piece_of((pattern.block_q, pattern.block_k))
@@ -75,7 +74,7 @@ class HopperBackward:
             max(PANEL, padded_head_dim(n)) for n in (constants.HEAD_DIM, constants.HEAD_DIM_V)
         )
         self._wide, self._wide_v = wide, wide_v
-        # lists of the layout
+        # number of lists of the layout
         self._lists = form.heads_k if constants.PER_HEAD else 1
         options = RowOptions(
             constants.HEAD_DIM_V,
@@ -91,12 +90,12 @@ class HopperBackward:
             wide_v,
             PIECE,
         )
-        # without sums of dq and with them; each without a gradient of the LSE, and with one
+        # [with sums of dq][with dlse]
         self._rows = tuple(
             [launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)]
             for _ in range(2)
         )
-        # sums of dq are rounded as soon as they are there, beside what adds to the others
+        # sums of dq are rounded as soon as they are complete, while programs add to other sums
         early = {} if interpreted() else {"launch_pdl": True}
         self._round = tuple(
             [
@@ -112,7 +111,7 @@ class HopperBackward:
         )
         flags = constants.GROUP, constants.IS_CAUSAL, constants.PER_HEAD, constants.TOP_LEFT
         sizes = piece, wide, wide_v, BACKWARD_STAGES
-        # without dq, and with it
+        # [makes dq]
         self._launches = tuple(
             launch_of(
                 hopper_backward_kernel,
@@ -123,15 +122,15 @@ class HopperBackward:
             )
             for makes_dq in (False, True)
         )
-        # how the output's gradient lies, the tensor maps, and the launch that makes dq
+        # each with the strides of the dout that it was made for: tensor maps, and dq's own launch
         self._maps: tuple[Any, list[MapForm]] = (None, [])
         self._dq: tuple[Any, RowGradients | None] = (None, None)
 
     def is_worth_it(self, x: Tensors) -> bool:
-        """Say whether a packed call has one list of offsets, and sequences as long as the layout's.
+        """Say whether a packed call has one list of offsets and long enough sequences.
 
-        With two a sequence's first query may stand within a block, whose copy would begin ahead of
-        the sequence: maps clip at its end alone.
+        With two lists a sequence's first query may stand inside a block, whose copy would begin
+        before the sequence: tensor maps clip only at the sequence's end.
         """
         form = self._form
         return x.cu_seqlens_q.data_ptr() == x.cu_seqlens_k.data_ptr() and is_covered(
@@ -139,7 +138,7 @@ class HopperBackward:
         )
 
     def _mapped(self, tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> list[TensorMap]:
-        """Map queries, keys, values, the output's gradient, which has any strides, dk and dv."""
+        """Return the tensor maps of q, k, v, dout (of any strides), dk and dv."""
         known, maps = self._maps
         if known != strides:
             wide, wide_v, piece = self._wide, self._wide_v, self._piece
@@ -153,7 +152,7 @@ class HopperBackward:
         return [form(t) for form, t in zip(maps, tensors, strict=True)]
 
     def _rows_of(self, x: Tensors, dout: Tensor) -> RowGradients:
-        """Return the launch that makes dq where the output's gradient lies like this one."""
+        """Return dq's own launch for a dout with these strides."""
         strides, launch = self._dq
         if launch is None or strides != dout.stride():
             launch = RowGradients(self._form, x, dout)
@@ -169,7 +168,7 @@ class HopperBackward:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        """Fill ``dq``, ``dk`` and ``dv``; ``walk`` is ``Pairs``, and ``Lists`` for dq apart."""
+        """Fill ``dq``, ``dk`` and ``dv``; ``walk`` is ``Pairs``, then ``Lists`` of dq's launch."""
         form, wide, wide_v = self._form, self._wide, self._wide_v
         pairs, by_row = Pairs(*walk[: len(Pairs._fields)]), walk[len(Pairs._fields) :]
         q, dout, lse = x.q, rows.dout_ptr, rows.lse_ptr
@@ -180,7 +179,7 @@ class HopperBackward:
             diagonal = diagonal_of(form.options, tokens_q, tokens_k)
             tiles_q = cdiv(diagonal + tokens_q, SIDE) - diagonal // SIDE
         tiles_k = form.tiles_k(tokens_k, SIDE)
-        # of sums of dq there are none if tiles of queries make it whole
+        # dq's own launch needs no sums
         makes_dq = not by_row
         slots_q = tiles_q * form.heads_q * form.grid_batch if makes_dq else 0
         slots_k = tiles_k * form.heads_k * form.grid_batch
@@ -221,7 +220,7 @@ class HopperBackward:
         )
         self._rows[makes_dq][has_dlse](grid, around, numbers)
         self._launches[makes_dq](
-            # as many as there might be
+            # an upper bound of the number of programs
             pairs.owners.shape[0] * (form.heads_k // self._lists) * form.batch,
             BackwardTensors(
                 *self._mapped((q, x.k, x.v, dout, dk, dv), dout.stride()),

@@ -1,24 +1,24 @@
-"""What a program reads of its lists: see ``Pairs`` in ``_layout/lists.py``."""
+"""How a program of the Hopper backward reads its lists: see ``Pairs`` in ``_layout/lists.py``."""
 
 from ...._linked.hopper.compat import gl, gluon
 from ...._linked.hopper.gradients import ROWS
 from ..queries.schedule import NO_BLOCK, diagonal_of
 from ..structures import Item, Keys, Program, Steps
 
-# an item is the head in its group, times this, and the row of blocks
+# an item is the head's index in its group, times this, plus the row of blocks
 HEAD = gl.constexpr(1 << 16)
-# more than a part of a list has items
+# no part of a list has more items
 MOST = gl.constexpr(256)
-# a piece of a block is a bit, and times this if other programs own it as well
+# a bit per piece of a block, shifted by this factor if other programs own the piece as well
 OTHERS = gl.constexpr(16)
 
 
 @gluon.jit
 def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return what a place in the grid works on.
+    """Return the sequence and key head that a program works on.
 
-    All programs of a sequence come first, and of ``numbers.span`` heads if the lists are for all
-    heads.
+    The programs of one sequence are consecutive. If all heads share the lists, the programs of
+    ``numbers.span`` heads are interleaved.
     """
     if OPTIONS.PER_HEAD:
         index = pid % programs
@@ -48,15 +48,15 @@ def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def owned_by(program, tensors, PIECE: gl.constexpr):
-    """Return where the pieces of keys of a program are named."""
+    """Return the pointer to the indices of a program's pieces of keys."""
     return tensors.owners_ptr + program.index * (1 + 2 * (ROWS // PIECE)) + 1
 
 
 @gluon.jit
 def find_block(owned_ptr, parts_ptr, len_k, alone, PIECE: gl.constexpr):
-    """Return a block's last piece, whose its pieces are, and the items that see it alone.
+    """Return a block's last piece, the bits of who owns its pieces, and the items that see only it.
 
-    Pieces that the sequence has not are nobody's.
+    Pieces after the sequence's end are owned by no program.
     """
     last = -1
     mine = 0
@@ -73,7 +73,7 @@ def find_block(owned_ptr, parts_ptr, len_k, alone, PIECE: gl.constexpr):
 
 @gluon.jit
 def find_kept(owned_ptr, len_k, PIECE: gl.constexpr):
-    """Return the bits of the pieces of keys that the sequence has."""
+    """Return the bits of the pieces of keys that lie in the sequence."""
     SIDE: gl.constexpr = ROWS // PIECE
     kept = 0
     for i in gl.static_range(2 * SIDE):
@@ -85,9 +85,9 @@ def find_kept(owned_ptr, len_k, PIECE: gl.constexpr):
 
 @gluon.jit
 def find_seen(first, count, start, end, tensors, PIECE: gl.constexpr):
-    """Return a bit for each piece of keys that some query sees, of these items' that there are.
+    """Return a bit for each piece of keys that some query of these items sees.
 
-    Queries stand at ``start`` to ``end``.
+    The sequence's queries stand at the positions from ``start`` to ``end - 1``.
     """
     SIDE: gl.constexpr = ROWS // PIECE
     lane = gl.arange(0, MOST, gl.BlockedLayout([1], [32], [4], [0]))  # [MOST]
@@ -106,10 +106,10 @@ def find_seen(first, count, start, end, tensors, PIECE: gl.constexpr):
 
 @gluon.jit
 def find_items(place, program, tensors, numbers):
-    """Return where a part of a list is, and how many items it has.
+    """Return the first item of a part of a list, and the number of its items.
 
-    What the sequence has not at either end, rows ahead of ``program.low`` or from ``program.high``
-    on, is left out.
+    Rows before ``program.low`` and from ``program.high`` on, at either end of the part, hold no
+    query of the sequence and are left out.
     """
     low, high = program.low, program.high
     first = gl.load(tensors.begin_ptr + place).to(gl.int32)
@@ -126,7 +126,7 @@ def find_items(place, program, tensors, numbers):
 
 @gluon.jit
 def count_turns(steps, alone, OPTIONS: gl.constexpr):
-    """Return how many blocks of queries both warpgroups multiply, and how many there are."""
+    """Return the number of blocks of queries that both warpgroups multiply, and the total."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     both = (steps.whole + steps.partial) * TURNS
     return both, both + 2 * TURNS * alone
@@ -134,9 +134,9 @@ def count_turns(steps, alone, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def find_item(turn, total, work, tensors, OPTIONS: gl.constexpr):
-    """Return the block of queries of a turn, and its head in the group.
+    """Return the block of queries of step ``turn``, and its head's index in the group.
 
-    Where the walk wants an item, or the sequence has not the block, it is ``NO_BLOCK``.
+    If the list has no item or the sequence does not have the block, the block is ``NO_BLOCK``.
     """
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     steps, program = work.steps, work.program
@@ -169,7 +169,7 @@ def find_item(turn, total, work, tensors, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return a program's two blocks of keys, and the four parts of its list that it walks."""
+    """Return a program's two blocks of keys, and the four parts of its list."""
     PIECE: gl.constexpr = OPTIONS.PIECE
     len_k = program.len_k
     place = program.index * 4
@@ -183,18 +183,18 @@ def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
     parts_ptr = tensors.parts_ptr + owner
     block_0, mine_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, alone_0, PIECE)
     block_1, mine_1, alone_1 = find_block(other_ptr, parts_ptr, len_k, alone_1, PIECE)
-    # nobody's keys: their rows may see no key at all
+    # without keys in the sequence there is nothing to walk: the rows may be fully masked
     is_there = gl.minimum(block_0, block_1) < NO_BLOCK
     whole = gl.where(is_there, whole, 0)
     partial = gl.where(is_there, partial, 0)
     if not OPTIONS.IS_CAUSAL:
-        # there is no diagonal: the loop with a mask hides what lies behind the end
+        # there is no diagonal: the loop with a mask hides keys after the sequence's end
         is_cut = ((gl.maximum(block_0, block_1) + 1) * PIECE > len_k) & (whole > 0)
         end = gl.where(partial > 0, partial_at + partial, whole_at + whole)
         partial = gl.where(is_cut, end - whole_at, partial)
         partial_at = gl.where(is_cut, whole_at, partial_at)
         whole = gl.where(is_cut, 0, whole)
-    # zeros for keys that no query of the program sees
+    # NO_BLOCK: copy zeros for keys that no query of the program sees
     seen_0 = gl.where(whole + partial + alone_0 > 0, block_0, NO_BLOCK)
     seen_1 = gl.where(whole + partial + alone_1 > 0, block_1, NO_BLOCK)
     seen = -1

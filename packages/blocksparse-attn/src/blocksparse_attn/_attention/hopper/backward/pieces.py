@@ -1,7 +1,7 @@
-"""Tiles of 64 rows in the Hopper backward, whole or of several pieces (see ``Pairs``).
+"""Tiles of 64 rows in the Hopper backward, each one block or several pieces (see ``Pairs``).
 
-Pieces are copied one by one, and written so or added to sums of their own. A tile of them lies in
-shared memory in panels of 64 columns, and a copy has a piece's rows of one panel.
+Each piece is copied by itself, and written or added to its own sums. Shared memory holds a tile of
+pieces in panels of 64 columns; a copy brings a piece's rows of one panel.
 """
 
 from ...._linked.hopper.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier
@@ -14,7 +14,7 @@ from .lists import owned_by
 
 @gluon.jit
 def tiles(COUNT: gl.constexpr, desc, PIECE: gl.constexpr, WIDTH: gl.constexpr):
-    """Allocate memory for tiles of 64 rows, which come as such or in pieces."""
+    """Allocate shared memory for tiles of 64 rows, which are copied whole or in pieces."""
     dtype: gl.constexpr = desc.dtype
     if PIECE == ROWS:
         made = gl.allocate_shared_memory(dtype, [COUNT, 1, 1, 1, ROWS, WIDTH], desc.layout)
@@ -26,7 +26,7 @@ def tiles(COUNT: gl.constexpr, desc, PIECE: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def copy_piece(desc, where, full, boxes_s, tile, i, PIECE: gl.constexpr, WIDTH: gl.constexpr):
-    """Copy a piece to the ``i``-th place of a tile, panel by panel."""
+    """Copy the ``i``-th piece of a tile, panel by panel."""
     x, sequence, head, row, _ = where
     for panel in gl.static_range(WIDTH // 64):
         box = boxes_s.index((tile * (WIDTH // 64) + panel) * (ROWS // PIECE) + i)
@@ -35,7 +35,7 @@ def copy_piece(desc, where, full, boxes_s, tile, i, PIECE: gl.constexpr, WIDTH: 
 
 @gluon.jit
 def first_key(owned_ptr, seen, place, PIECE: gl.constexpr):
-    """Return where a piece of keys begins, or if nobody sees it, where the engine finds zeros."""
+    """Return the first row of a piece of keys; if unseen, a row for which the TMA gives zeros."""
     piece = gl.load(owned_ptr + place)
     is_seen = (piece >= 0) & (((seen >> place) & 1) != 0)
     return gl.where(is_seen, piece, NO_BLOCK) * PIECE
@@ -43,7 +43,7 @@ def first_key(owned_ptr, seen, place, PIECE: gl.constexpr):
 
 @gluon.jit
 def first_query(item, diagonal, j, PIECE: gl.constexpr):
-    """Return which row a piece of queries begins with, or one behind all if it sees no key."""
+    """Return the first row of a piece of queries; if it sees no key, a row after the end."""
     SIDE: gl.constexpr = ROWS // PIECE
     cells = item.bits * 0
     for i in gl.static_range(SIDE):
@@ -53,7 +53,7 @@ def first_query(item, diagonal, j, PIECE: gl.constexpr):
 
 @gluon.jit
 def copy_keys(desc, tiles_s, full, work, tensors, PIECE: gl.constexpr):
-    """Copy a program's two blocks of keys, or of values."""
+    """Copy a program's two blocks of keys or of values."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     WIDTH: gl.constexpr = tiles_s.shape[-1]
     program, keys = work.program, work.keys
@@ -80,7 +80,7 @@ def copy_keys(desc, tiles_s, full, work, tensors, PIECE: gl.constexpr):
 def copy_queries(
     desc, tiles_s, full, stage, item, head, program, RAGGED: gl.constexpr, PIECE: gl.constexpr
 ):
-    """Copy a block of queries, or of the output's gradient: pieces that see no key as zeros."""
+    """Copy a block of queries or of dout; pieces that see no key become zeros."""
     WIDTH: gl.constexpr = tiles_s.shape[-1]
     sequence, start = program.sequence, program.start
     len_q, diagonal = program.len_q, program.diagonal
@@ -98,14 +98,14 @@ def copy_queries(
 
 @gluon.jit
 def key_positions(owned_ptr, layout: gl.constexpr, PIECE: gl.constexpr):
-    """Return where the keys of a block stand in their sequence; below 0 if nowhere."""
+    """Return the positions of a block's keys in their sequence; negative for no piece."""
     key = gl.arange(0, ROWS, layout)  # [ROWS]
     return gl.load(owned_ptr + key // PIECE) * PIECE + key % PIECE
 
 
 @gluon.jit
 def write_block(gradient, desc, tiles_s, W: gl.constexpr, work, tensors, PIECE: gl.constexpr):
-    """Start the stores of a warpgroup's rows of a gradient, of the pieces that are its alone."""
+    """Start the stores of a gradient, for the pieces that only this warpgroup owns."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     WIDTH: gl.constexpr = tiles_s.shape[-1]
     SIDE: gl.constexpr = ROWS // PIECE
@@ -146,15 +146,15 @@ def add_block(pointer, gradient, W: gl.constexpr, work, tensors, PIECE: gl.const
 
 @gluon.jit
 def _add_pieces(pointer, owned_ptr, len_k, values, PIECE: gl.constexpr):
-    """Add rows to the sums of their pieces, each as ``add_to_memory`` has a tile.
+    """Add rows to the sums of their pieces, in the order of ``add_to_memory``.
 
-    What no other program owns of them has no sums: what is added there nobody reads.
+    Sums of pieces that no other program owns are never read.
     """
     WIDTH: gl.constexpr = values.shape[1]
     WARPS: gl.constexpr = PIECE // 16
     layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)
     positions = key_positions(owned_ptr, layout, PIECE)  # [ROWS]
-    # what there is not has no sums: 0 is added to others
+    # pieces outside the sequence have no sums: add 0 to other sums
     is_there = (positions >= 0) & (positions < len_k)
     values = gl.where(is_there[:, None], values, 0.0)
     values = gl.reshape(values, [4, 2, 8, WIDTH // 8, 4, 2])

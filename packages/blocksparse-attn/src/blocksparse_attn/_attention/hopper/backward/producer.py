@@ -1,4 +1,4 @@
-"""The warp of the Hopper backward that copies: keys and values, then blocks of queries."""
+"""The copying warp of the Hopper backward: keys and values, then blocks of queries."""
 
 from ...._linked.hopper.compat import gl, gluon, mbarrier
 from ...._linked.hopper.gradients import ROWS
@@ -14,13 +14,13 @@ INF = gl.constexpr(float("inf"))
 
 @gluon.jit
 def _numbers(item, first_head, program, origin, tensors):
-    """Load the numbers of a block of rows."""
+    """Load lse2 and delta of a block of rows."""
     head = first_head + item.head
     row = item.block * ROWS - program.diagonal
     index = gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))  # [ROWS]
     inside = (row + index >= 0) & (row + index < program.len_q)
     at = origin.row_at + head.to(gl.int64) * origin.row_pitch + row
-    # beyond the end an exponential is 0, as it is in a row that sees no key
+    # rows outside the sequence get probability 0, like fully masked rows
     lse2 = gl.load(tensors.lse2_ptr + at + index, mask=inside, other=INF)
     delta = gl.load(tensors.delta_ptr + at + index, mask=inside, other=0.0)
     return lse2, delta
@@ -28,7 +28,7 @@ def _numbers(item, first_head, program, origin, tensors):
 
 @gluon.jit
 def _wait_for_room(number, is_both):
-    """Wait until both warpgroups, or the one whose it was, have read a stage."""
+    """Wait until the warpgroups that use a stage, both or one, have read it."""
     if is_both:
         barrier_sync(number, BOTH, 1)
     else:
@@ -59,10 +59,10 @@ def _describe(field, item, head, work, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
-    """Copy the keys and values, then blocks of queries and of what belongs to them.
+    """Copy the keys and values, then blocks of queries, dout and row numbers.
 
-    At last say that all of a program's dq is added. The fence that this takes runs beside what the
-    warpgroups do with dk and dv.
+    At the end signal that all of the program's dq is added. The fence that this needs runs while
+    the warpgroups write dk and dv.
     """
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     PIECE: gl.constexpr = OPTIONS.PIECE
@@ -78,11 +78,11 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
     item = find_item(0, total, work, tensors, OPTIONS)
     lse2, delta = _numbers(item, first_head, program, work.origin, tensors)
     for turn in range(total):
-        # what the next turn needs comes while this one waits for room
+        # load the next step's item while this step waits for a free stage
         coming = find_item(turn + 1, total, work, tensors, OPTIONS)
         head = first_head + item.head
         fields = _describe(field, item, head, work, OPTIONS)
-        # who sees nothing but what lies behind the end sees nothing
+        # pieces of keys after the sequence's end do not count as seen
         item = Item(item.block, item.head, item.is_there, item.bits & keys.kept)
         stage = turn % STAGES
         if turn >= STAGES:
@@ -100,7 +100,7 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
         mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
         item = coming
         lse2, delta = _numbers(item, first_head, program, work.origin, tensors)
-    # nobody may be left at a barrier
+    # no warpgroup may be left waiting at a barrier
     for back in gl.static_range(STAGES):
         last = total - 1 - back
         if last >= 0:

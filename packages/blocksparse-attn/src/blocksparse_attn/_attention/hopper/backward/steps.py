@@ -1,11 +1,11 @@
 """The steps of the Hopper backward: what a warpgroup does for one block of queries.
 
-Of the five products of a step one is under way while a warpgroup computes: that of dp beside the
-exponentials, that of dv beside the gradient of the scores, and those of dk and of the next step's
-scores beside the addition to dq. A block of queries is both warpgroups', and each multiplies half
-of the columns of dq, or each has one of its own. Of the former the product of dq is one step
-behind: the gradients of scores that it wants from the other warpgroup are there by then, so that
-the two need not keep step, and one computes while the other multiplies.
+Products overlap with a warpgroup's arithmetic: dp with the exponentials, dv with the gradient of
+the scores, and dk and the next step's scores with the addition to dq. First, both warpgroups take
+the same block of queries, and each multiplies half of the columns of dq (``walk``). Then each takes
+blocks of its own (``walk_apart``). In ``walk`` the product of dq runs one step late: by then the
+other warpgroup has stored its gradients of scores, so the two need not keep step, and one computes
+while the other multiplies.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -14,20 +14,20 @@ from ...._linked.hopper.pipeline import EMPTY, TURN, barrier_arrive, barrier_syn
 from ..queries.schedule import pick
 from ..structures import Gradients
 
-# threads at the barrier of a stage: of both warpgroups, or of one, and of the copying warp
+# threads at the barrier of a stage: both warpgroups or one, and the copying warp
 BOTH = gl.constexpr(288)
 EITHER = gl.constexpr(160)
-# hardware barriers: a warpgroup's gradients of scores are there, in either buffer; those of the
-# second warpgroup come two later
+# named barriers: a warpgroup has stored its gradients of scores in one of two buffers; first two
+# barriers of warpgroup 0, then two of warpgroup 1
 MADE = gl.constexpr(12)
-# what is said of a block of queries: where its sums of dq are, and how far behind a query the keys
-# that it sees may be, as places in their blocks; of the first block, and of the second
+# fields that describe a block of queries: the tile of its sums of dq, and the last key that its
+# first query sees, as a position in the first and in the second block of keys
 STEP_FIELDS = gl.constexpr(4)
 SUMS = gl.constexpr(0)
 REACH = gl.constexpr(1)
-# of pieces: as positions in the sequence, and which sees which
+# with pieces, REACH is a position in the sequence; BITS: which piece sees which
 BITS = gl.constexpr(2)
-# 1 if a query sees one key more than the query ahead of it
+# 1 if each query sees one key more than the query before it
 SLOPE = gl.constexpr(3)
 
 
@@ -35,7 +35,7 @@ SLOPE = gl.constexpr(3)
 def probabilities(
     s, lse2, fields, mine, W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr
 ):
-    """Return the probabilities of scores [keys, queries]."""
+    """Return the probabilities of the scores, [keys, queries]."""
     S: gl.constexpr = s.type.layout
     p = gl.exp2(s * mine.factor - lse2[None, :])
     if MASKED:
@@ -57,19 +57,19 @@ def probabilities(
 
 @gluon.jit
 def say_made(turn, W: gl.constexpr):
-    """Say that ``W``'s gradients of a step are stored; ``turn`` is as even or odd as the step."""
+    """Signal: warpgroup ``W`` has stored a step's dS. Only the parity of ``turn`` counts."""
     barrier_arrive(MADE + 2 * W + turn % 2, 256, 4)
 
 
 @gluon.jit
 def await_made(turn, W: gl.constexpr):
-    """Wait until the other warpgroup than ``W`` has said so."""
+    """Wait for the other warpgroup's signal."""
     barrier_sync(MADE + 2 * (1 - W) + turn % 2, 256, 4)
 
 
 @gluon.jit
 def multiply_dq(ds_s, k_s, turn, none, W: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Begin the product of ``W``'s half of the columns of dq of step ``turn``."""
+    """Begin the product of ``W``'s half of the columns of dq, for step ``turn``."""
     WIDTH: gl.constexpr = HEAD_DIM // 2
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dq = gl.zeros([ROWS, WIDTH], gl.float32, Q)
@@ -82,7 +82,7 @@ def multiply_dq(ds_s, k_s, turn, none, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Add ``W``'s half of the columns to a tile of the sums, unless there is none."""
+    """Add ``W``'s half of the columns to a tile of the sums; ``sums`` is negative for no tile."""
     if sums >= 0:
         address = dq_ptr + sums.to(gl.int64) * (ROWS * HEAD_DIM)
         add_to_memory(address + W * (ROWS * HEAD_DIM // 2), dq)
@@ -92,7 +92,7 @@ def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 def _start_step(
     s, dv, v, turn, mine, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
-    """Begin the products of dp and dv of a step, and compute its probabilities in between."""
+    """Begin a step's products of dp and dv, and compute its probabilities in between."""
     HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = s.type.layout
     V: gl.constexpr = dv.type.layout
@@ -101,7 +101,7 @@ def _start_step(
     mbarrier.wait(pipeline.dout_full.index(stage), turn // OPTIONS.STAGES & 1)
     delta = pipeline.delta_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
-    # dp - delta, from a start at -delta
+    # start the accumulators at -delta, which gives dp - delta
     dp = delta[None, :] - zeros  # [ROWS, ROWS]: keys, queries
     dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
     fields = pipeline.fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
@@ -116,10 +116,10 @@ def _start_step(
 def walk(
     gradients, steps, mine, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
-    """Add what so many blocks of queries contribute that both warpgroups multiply.
+    """Add the contributions of ``steps`` blocks of queries that both warpgroups multiply.
 
-    To dq it adds what the step before each does. From turn ``both`` on each warpgroup has its own.
-    Where dq is made elsewhere, the warpgroups have nothing to tell each other.
+    Each step adds the previous step's contribution to dq. From turn ``both`` on, each warpgroup has
+    blocks of its own. Without ``MAKES_DQ`` the warpgroups do not exchange anything.
     """
     STAGES: gl.constexpr = OPTIONS.STAGES
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
@@ -130,7 +130,7 @@ def walk(
     dtype: gl.constexpr = pipeline.q_s.dtype
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]
     for _step in range(steps):
-        # 0, but not for the compiler: what it can take out of the loop, it holds in registers
+        # a 0 that the compiler does not know: loop-invariant addresses would occupy registers
         none = turn >> 30
         k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
         v = pipeline.v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
@@ -147,7 +147,7 @@ def walk(
             await_made(turn + 1, W)
             pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
             hopper.fence_async_shared()
-            # of the step before; in the first one, of whatever lies there
+            # the product of the previous step; the first step's product is not used
             dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, none, W, HEAD_DIM)
             dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
         ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
@@ -158,7 +158,7 @@ def walk(
         following = turn
         if W == 1:
             following += gl.where(turn < mine.both, 0, 1)
-        # behind the last step: scores of whatever lies there, which nobody reads
+        # after the last step, these are scores of stale memory, which are never read
         stage_n = following % STAGES
         mbarrier.wait(
             pipeline.q_full.index(stage_n), following // STAGES & 1, pred=following < mine.total
@@ -169,7 +169,7 @@ def walk(
             dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
             add_dq(mine.dq_ptr, last, dq, W, HEAD_DIM)
             last = pick(fields, SUMS)
-        # in flight over the loop's back edge, these would keep ptxas from overlapping anything
+        # products in flight over the loop's back edge would keep ptxas from any overlap
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, BOTH, 4)
         if OPTIONS.MAKES_DQ:
@@ -179,9 +179,9 @@ def walk(
 
 @gluon.jit
 def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
-    """Add what so many blocks of queries contribute of which this warpgroup has every second one.
+    """Add the contributions of ``steps`` blocks of queries that only this warpgroup multiplies.
 
-    Their dq is this warpgroup's alone, one half of the columns after the other.
+    The warpgroups' blocks alternate. The warpgroup makes all of dq, in two halves of the columns.
     """
     STAGES: gl.constexpr = OPTIONS.STAGES
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
@@ -196,7 +196,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
     zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)  # [ROWS, WIDTH]
     turn += W
     if OPTIONS.MAKES_DQ:
-        # the other warpgroup has read what both made
+        # wait until the other warpgroup has read the shared gradients of scores
         barrier_sync(TURN, 256, 4)
     for step in range(steps):
         none = turn >> 30
@@ -228,7 +228,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
             dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
             barrier_arrive(EMPTY + stage, EITHER, 4)
         turn += 2
-        # behind the last step: scores of whatever lies there, which nobody reads
+        # after the last step, these are scores of stale memory, which are never read
         stage_n = turn % STAGES
         mbarrier.wait(pipeline.q_full.index(stage_n), turn // STAGES & 1, pred=turn < mine.total)
         q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))

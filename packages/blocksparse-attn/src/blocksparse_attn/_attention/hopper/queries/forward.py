@@ -1,8 +1,8 @@
 """The output by tiles of queries: what the consumers do with a tile.
 
 Softmax and overlaps are those of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax runs
-beside the other's products, and beside its own product of the last step's probabilities with the
-values.
+while the other warpgroup multiplies, and while its own product of the previous step's probabilities
+with the values runs.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -18,7 +18,7 @@ from .schedule import steps_of
 
 @gluon.jit
 def _finish(softmax, head, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
-    """Multiply the last step's values; return the output, what normalises it, and the LSE."""
+    """Multiply the last step's values; return the unnormalised output, its factor and the LSE."""
     STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     o, m, l, p, turn = softmax
     mbarrier.arrive(pipeline.q_empty.index(W), count=1)
@@ -36,7 +36,7 @@ def _finish(softmax, head, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
 def _write(
     o, weight, empty, lse, place, W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
-    """Scale the output of a block of queries, and send it and the LSE on their way."""
+    """Scale the output of a block of queries, and start the stores of the output and the LSE."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     ROWS: gl.constexpr = OPTIONS.ROWS
     O: gl.constexpr = o.type.layout
@@ -46,12 +46,12 @@ def _write(
     if RAGGED:
         lse_at = head.to(gl.int64) * numbers.tokens_q + q_start
     else:
-        # signs of numbers that are known from the start would be kept in registers
+        # opaque: the compiler would compute the numbers' signs early and keep them in registers
         row_of_heads = sequence.to(gl.int64) * opaque(numbers.heads_q) + head
         lse_at = row_of_heads * opaque(numbers.tokens_q)
     gl.store(tensors.lse_ptr + lse_at + rows, lse, mask=(rows >= 0) & (rows < len_q))
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
-    # values that nobody sees may be NaN
+    # values that no query sees may be NaN
     o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
     send(o, place, out_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
 

@@ -1,7 +1,7 @@
 """The steps of the Hopper forward: what a warpgroup does with one tile of keys.
 
-A step's softmax runs beside the product of the last step's probabilities with the values. In a half
-step either warpgroup multiplies 64 of its keys, those of blocks that the other does not see.
+A step's softmax runs while the product of the previous step's probabilities with the values runs.
+In a half step each warpgroup multiplies 64 keys of its own, in blocks that the other does not see.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -17,7 +17,7 @@ from .schedule import steps_of
 
 @gluon.jit
 def _begin(entries, rows, turn, tile_count, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
-    """Return the softmax of the first step, beside which no other product runs."""
+    """Return the softmax of the first step, during which no other product runs."""
     KEYS: gl.constexpr = entries.items.shape[0] * OPTIONS.BLOCK_K
     ROWS: gl.constexpr = OPTIONS.ROWS
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
@@ -46,9 +46,9 @@ def _begin(entries, rows, turn, tile_count, W: gl.constexpr, pipeline, OPTIONS: 
 def _fold(
     softmax, entries, rows, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
-    """Fold a step, or half of one, into the softmax, beside the product of the step before.
+    """Fold a step or a half step into the softmax while the previous step's product runs.
 
-    Without a mask it is a whole step, whose entries nobody reads.
+    Without a mask the step is a whole one, and ``entries`` is not used.
     """
     KEYS: gl.constexpr = entries.items.shape[0] * OPTIONS.BLOCK_K if MASKED else OPTIONS.BLOCK_N
     ROWS: gl.constexpr = OPTIONS.ROWS
@@ -59,7 +59,7 @@ def _fold(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
     o, m, l, p, turn = softmax
-    # steps of another width have another layout of rows, which lie in the same threads
+    # the layout of rows depends on the step's width, but the same threads hold them
     m = gl.convert_layout(m, gl.SliceLayout(1, S))  # [ROWS]
     q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
     zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
@@ -81,7 +81,7 @@ def _fold(
     m_new = gl.where(top - m > SLACK, top, m)
     pivot = m_new
     if MASKED:
-        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+        # a row that has not seen a key yet needs a finite pivot: -inf - -inf is NaN
         pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
     e = gl.exp2(s * rows.factor - pivot[:, None])  # [ROWS, KEYS]
     alpha = gl.exp2(m - pivot)
@@ -122,7 +122,7 @@ def attend(
 def _begin_in_halves(
     task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
 ):
-    """Return the softmax of all half steps and of the step behind them."""
+    """Return the softmax of all half steps and of the whole step after them."""
     walk, rows = task.walk, task.rows
     entries = half_entries_of(walk, 0, W, tensors, OPTIONS)
     softmax = _begin(entries, rows, turn, tile_count, W, pipeline, OPTIONS)
@@ -142,7 +142,7 @@ def _begin_whole(task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPT
 
 @gluon.jit
 def begin_tile(task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr):
-    """Return the softmax up to the last whole step of a list, which is the first to be taken."""
+    """Return the softmax of the half steps and of the list's last step, which is taken first."""
     if OPTIONS.HALVES:
         if task.walk.halves > 0:
             softmax = _begin_in_halves(task, turn, tile_count, W, tensors, pipeline, OPTIONS)

@@ -1,15 +1,15 @@
-"""dq by tiles of queries, for gradients that repeat: what the consumers do with a tile.
+"""dq by tiles of queries: what the consumers do with a tile.
 
-A tile walks the list that it walks in the forward, with three products a step in place of two:
-scores, the gradients of probabilities, and dq. What a program makes is its own, and it adds in the
-order of the list. So nothing depends on when programs run. ``hopper_backward_kernel`` leaves dq out
-then, which is two products more than where all gradients are made at once.
+A tile walks the same list as in the forward, with three products per step instead of two: scores,
+gradients of probabilities, and dq. Each program owns its part of dq and adds in the order of the
+list, so the result does not depend on when programs run. ``hopper_backward_kernel`` then makes no
+dq. Together the two launches take two products more than one launch for all gradients.
 
 The alternative was to add to dq in a fixed order of programs, as the dense backward does. There all
 walks end with the same queries, so that programs follow one another. Here each block of keys has
-walks of its own: by a model of the order in which programs begin and of the length of their steps,
-programs would wait for most of the time (local 8 and stride 16 at 8k tokens: 5 to 15 times as long
-as without an order, however walks and programs are sorted).
+its own walk. By a model of the order in which programs begin and of the length of their steps,
+programs would wait most of the time (local 8 and stride 16 at 8k tokens: 5 to 15 times as long as
+without an order, however walks and programs are sorted).
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -25,7 +25,7 @@ INF = gl.constexpr(float("inf"))
 
 @gluon.jit
 def _numbers_of(place, layout: gl.constexpr, tensors, numbers, OPTIONS: gl.constexpr):
-    """Load what is known of a warpgroup's rows; of rows that there are not, that they see none."""
+    """Load lse2 and delta of a warpgroup's rows; rows outside the sequence become fully masked."""
     row, head, sequence, q_start, len_q = place
     rows = row + gl.arange(0, OPTIONS.ROWS, layout)  # [ROWS]
     inside = (rows >= 0) & (rows < len_q)
@@ -50,10 +50,10 @@ def _walk(
     pipeline,
     OPTIONS: gl.constexpr,
 ):
-    """Add what the steps from ``high`` down to ``low``, or half steps, contribute to dq.
+    """Add the contributions of the steps from ``high`` down to ``low``, or of half steps, to dq.
 
-    The exponentials run beside the product of dp. Beside the rest runs what the other warpgroup
-    multiplies: of a step's time in the tensor cores, a warpgroup computes for less than a third.
+    The exponentials overlap with the product of dp. The other arithmetic overlaps with products of
+    the other warpgroup: it takes less than a third of a step's time in the tensor cores.
     """
     ROWS: gl.constexpr = OPTIONS.ROWS
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
@@ -65,7 +65,7 @@ def _walk(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     walk, rows = task.walk, task.rows
     dq, lse2, delta, turn = gradients
-    # half steps have another layout of rows, which lie in the same threads
+    # half steps have another layout of rows, but the same threads hold them
     lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, S))  # [ROWS]
     delta = gl.convert_layout(delta, gl.SliceLayout(1, S))
     q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
@@ -83,7 +83,7 @@ def _walk(
         mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)
         v_t = rows_for(pipeline.v_s.index(stage_v), W, KEYS).permute((1, 0))
         if MASKED:
-            # ahead of dp: there are no registers for its accumulators and for masks
+            # before dp begins: there are not enough registers for its accumulators and the mask
             s = hopper.warpgroup_mma_wait(0, deps=(s,))
             s = hide(s, entries, rows, OPTIONS)
         dp = hopper.warpgroup_mma(dout, v_t, zeros, use_acc=False, is_async=True)
@@ -98,7 +98,7 @@ def _walk(
             ds = gl.where(p == 0.0, 0.0, ds)
         ds_q = gl.convert_layout(ds.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
         dq = hopper.warpgroup_mma(ds_q, k, dq, is_async=True)  # [ROWS, HEAD_DIM]
-        # in flight over the loop's back edge, it would keep ptxas from overlapping anything
+        # a product in flight over the loop's back edge would keep ptxas from any overlap
         dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         turn += 1
@@ -129,7 +129,7 @@ def make_dq(
     gradients = _walk(gradients, 0, walk.whole, task, W, False, False, *given, OPTIONS)
     dq, lse2, delta, turn = gradients
     mbarrier.arrive(pipeline.q_empty.index(W), count=1)
-    # what a row holds that sees no key may be NaN
+    # a fully masked row may hold NaN
     is_blind = gl.convert_layout(lse2 == INF, gl.SliceLayout(1, O))  # [ROWS]
     dq = gl.where(is_blind[:, None], 0.0, dq * numbers.scale)
     dq_s = pipeline.out_s.index(W)

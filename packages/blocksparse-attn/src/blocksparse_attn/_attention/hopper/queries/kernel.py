@@ -1,9 +1,9 @@
-"""The kernel that owns tiles of queries: one warp reads the lists and copies, two multiply.
+"""The Hopper kernel whose programs own tiles of queries: one warp copies, two warpgroups multiply.
 
-It makes the output in the forward, and dq where gradients are to repeat. A tile is 128 rows: two
-heads of one row of blocks where heads have one pattern, else one head. Each of two warpgroups owns
-64 of them, and both walk the list of the tile from its end to its begin: first what needs a mask,
-then whole blocks. A step is 128 keys, in as many blocks of the list as make them, from anywhere.
+It makes the output in the forward, and dq in dq's own launch of the backward. A tile is 128 rows:
+two heads of one row of blocks if heads share a pattern, else one head. Each of two warpgroups owns
+64 rows. Both walk the tile's list from its end to its begin: first blocks that need a mask, then
+whole blocks. A step is 128 keys, in as many blocks of the list as that takes.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, tma
@@ -23,10 +23,10 @@ def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr)
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     IS_FORWARD: gl.constexpr = tensors.dout_desc is None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    # fold the scale into the exponential's multiply-add; it is positive, so max commutes
     factor = numbers.scale * LOG2E
     if IS_FORWARD and W == 1:
-        # the first turn
+        # ping-pong: warpgroup 0 issues first
         barrier_arrive(TURN, 256, 4)
     turn = 0  # tiles of keys
     tile_count = 0  # tiles of queries
@@ -43,7 +43,7 @@ def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr)
         fields = receive(tile_count, pipeline)
     tma.store_wait(0)
     if IS_FORWARD and W == 0:
-        # the last turn that was passed on
+        # meet the last arrival of the ping-pong
         barrier_sync(TURN, 256, 4)
 
 
@@ -86,7 +86,7 @@ def hopper_query_kernel(
 ):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
-    Or, with ``dout_desc``, ``dq = scale * (p * (dout v^T - delta)) k``. A persistent kernel,
+    With ``dout_desc``: ``dq = scale * (p * (dout v^T - delta)) k``. The kernel is persistent and
     warp-specialised: programs take tiles of queries from a counter; one warp produces, two
     warpgroups consume.
     """

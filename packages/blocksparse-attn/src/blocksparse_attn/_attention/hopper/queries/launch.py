@@ -1,7 +1,4 @@
-"""The host side of the Hopper kernels: tensor maps (TMA), the order of tiles, the launches.
-
-Those of the backward are in ``backward/launch.py``.
-"""
+"""The host side of ``hopper_query_kernel``: tensor maps (TMA), the order of tiles, the launches."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ from ...tiles import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, p
 from ..structures import QueryNumbers, QueryOptions
 from .kernel import hopper_query_kernel
 
-# columns that one copy takes: of wider heads a tile is several panels
+# columns per copy: a tile of wider heads is several panels
 PANEL = 64
 
 
 class PackedMap(TensorMap):
     """The map of packed tokens as one sequence: it ends where its tensor ends.
 
-    What was encoded for a place may end elsewhere, so nothing is remembered.
+    No encoding is kept: the next tensor at the same address may have another length.
     """
 
     def __init__(self, base: Tensor, form: MapForm) -> None:
@@ -43,7 +40,7 @@ class PackedMap(TensorMap):
 
 
 class PackedForm(MapForm):
-    """How packed tensors of one form, which differ in their number of tokens, are mapped."""
+    """Maps packed tensors of one signature, which differ in their number of tokens."""
 
     kind = PackedMap
 
@@ -51,22 +48,22 @@ class PackedForm(MapForm):
         super().__init__(x[None], rows, columns, ragged=False)
 
     def __call__(self, x: Tensor) -> TensorMap:
-        """Map a tensor of the form, as ``MapForm`` does."""
+        """Map a tensor of the signature, as ``MapForm`` does."""
         return super().__call__(x[None])
 
 
 class QueryWalk:
-    """What the launches have in common that walk the list of each tile of queries."""
+    """Base of the launches of ``hopper_query_kernel``."""
 
     def __init__(
         self, form: Form, x: Tensors, kernel: Any, tile: HopperTile, short: int, columns: int
     ) -> None:
-        """Take a call of the form, and how wide what is written is.
+        """Take a call of the signature; ``columns`` is the width of the tensor that is written.
 
-        Sequences of up to ``short`` queries are served by another kernel.
+        Another kernel serves sequences of up to ``short`` queries.
         """
         self._form, self._columns = form, columns
-        # by numbers of tokens, in which packed calls of one form differ
+        # by numbers of tokens, in which packed calls of one signature differ
         self._work: Memory[tuple[int, QueryNumbers]] = Memory(MAX_COUNTS)
         pattern, constants = form.pattern, form.constants
         widest = max(x.q.shape[-1], form.head_dim_v)
@@ -102,13 +99,13 @@ class QueryWalk:
         self.launch = launch_of(kernel, options, of=MapLaunch, num_warps=4, maxnreg=tile.registers)
 
     def _map_rows(self, x: Tensor, wide: int) -> MapForm:
-        """Return how rows of queries, or of what belongs to them, are read."""
+        """Return the map of a tensor with a row per query."""
         if self._form.is_packed:
             return PackedForm(x, self._rows, wide)
         return MapForm(x, self._rows, wide, ragged=False)
 
     def _numbers(self, x: Tensors) -> tuple[int, QueryNumbers]:
-        """Return the programs of a launch and its numbers."""
+        """Return the number of programs of a launch and its numbers."""
         counts = x.q.shape[-3], x.k.shape[-3]
         work = self._work.get(counts)
         if work is None:
@@ -116,7 +113,6 @@ class QueryWalk:
         return work
 
     def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, QueryNumbers]:
-        """Return the programs of a launch and its numbers."""
         form, queries = self._form, self._queries
         tiles = queries.count(tokens_q, tokens_k)
         total = queries.programs(tiles)
@@ -140,10 +136,10 @@ class QueryWalk:
 
 
 class HopperForward(QueryWalk):
-    """The launch for sequences of many queries, of calls that ``takes_hopper_forward`` takes."""
+    """The launch for sequences of many queries, in calls that ``takes_hopper_forward`` accepts."""
 
     def __init__(self, form: Form, x: Tensors, is_kept: bool) -> None:
-        """Take a call of the form, and whether the plan serves others after it."""
+        """Take a call of the signature, and whether later calls reuse this object."""
         tile = hopper_tile(max(x.q.shape[-1], form.head_dim_v))
         super().__init__(form, x, hopper_query_kernel, tile, SHORT, form.head_dim_v)
         self._ticket = kept_ticket if is_kept else new_ticket
@@ -153,9 +149,9 @@ class HopperForward(QueryWalk):
     def arguments(
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
     ) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
-        """Return what the launch is called with; an empty grid for tensors without tokens."""
+        """Return the arguments of the launch; an empty grid for tensors without tokens."""
         q, k = x.q, x.k
-        # empty tensors have no map
+        # empty tensors have no tensor map
         if q.shape[-3] == 0:
             return 0, (), ()
         if k.shape[-3] == 0:

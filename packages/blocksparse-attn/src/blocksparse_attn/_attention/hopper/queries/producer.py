@@ -1,4 +1,4 @@
-"""The warp that copies: which tile of queries is next, and its queries, keys and values."""
+"""The copying warp: it takes the next tile of queries and copies its queries, keys and values."""
 
 from ...._linked.hopper.compat import copy_in, gl, gluon, mbarrier
 from ...._linked.hopper.pipeline import EMPTY, SLOTS, barrier_sync, coordinates
@@ -14,13 +14,13 @@ from .schedule import (
     survey,
 )
 
-# threads at the barrier of a stage: of two warpgroups and the copying warp
+# threads at the barrier of a stage: two warpgroups and the copying warp
 PARTIES = gl.constexpr(2 * 128 + 32)
 
 
 @gluon.jit
 def next_tile(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return the first tile from this ticket on that holds queries."""
+    """Return the first tile that holds queries, from tile number ``ticket`` on."""
     tile, is_alive = locate(ticket, units, tensors, numbers, OPTIONS)
     if tensors.cu_seqlens_q_ptr is not None:
         while (not is_alive) & (ticket < numbers.total):
@@ -31,9 +31,9 @@ def next_tile(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def fetch(walk, step, alive, tensors, OPTIONS: gl.constexpr):
-    """Load the key blocks of a step, counted from the walk's begin, half steps and then whole ones.
+    """Load the key blocks of a step; the walk takes half steps first, then whole steps.
 
-    One that no row of the tile sees gives ``NO_BLOCK``.
+    A block that no row of the tile sees becomes ``NO_BLOCK``.
     """
     PER_STEP: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K
     lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [1], [0]))  # [PER_STEP]
@@ -97,13 +97,11 @@ def copy_values(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def copy_queries(tile, first_row, count, tensors, pipeline, OPTIONS: gl.constexpr):
-    """Copy each warpgroup's queries once it has read those of the tile before.
-
-    Where dq is made, also the output's gradient.
-    """
+    """Copy each warpgroup's queries, and dout for dq, once it has read those of the last tile."""
     head = tile.unit * OPTIONS.HEADS
     for w in gl.static_range(2):
-        # packed queries are one sequence here: what is another's is not written
+        # the map treats packed queries as one sequence; results of the next sequence's rows are
+        # not written
         owner = 0 if tensors.cu_seqlens_q_ptr is not None else tile.sequence
         if OPTIONS.HEADS == 1:
             at = (0, owner, head, tile.q_start + first_row + w * OPTIONS.ROWS, 0)
@@ -124,7 +122,7 @@ def copy_queries(tile, first_row, count, tensors, pipeline, OPTIONS: gl.constexp
 
 @gluon.jit
 def announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexpr):
-    """Tell the warpgroups the numbers of a tile of queries, in the order of ``Announced``."""
+    """Send the numbers of a tile of queries to the warpgroups, in the order of ``Announced``."""
     TOLD: gl.constexpr = 16 if OPTIONS.HALVES else 11
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
@@ -139,14 +137,14 @@ def announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexp
 
 @gluon.jit
 def say_the_end(index, count, turn, turn_v, pipeline, OPTIONS: gl.constexpr):
-    """Tell the warpgroups that no tile is left, and meet them at the barriers of all stages."""
+    """Signal that no tile is left, and meet the warpgroups at the barriers of all stages."""
     STAGES_K: gl.constexpr = OPTIONS.STAGES_K
     STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     pipeline.fields_s.index(slot).store(index * 0 - 1)
     mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
-    # nobody may be left at a barrier
+    # no warpgroup may be left waiting at a barrier
     for back in gl.static_range(STAGES_K):
         if turn > back:
             barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
@@ -159,7 +157,7 @@ def say_the_end(index, count, turn, turn_v, pipeline, OPTIONS: gl.constexpr):
 def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
     """Copy tiles of queries, keys and values into shared memory, in the order of their use.
 
-    The forward uses values one step behind the keys, and where dq is made, both at once.
+    The forward uses a step's values one step after its keys; dq needs both at once.
     """
     POSITIONS: gl.constexpr = 2 * OPTIONS.ROWS // OPTIONS.HEADS
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
@@ -182,9 +180,9 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
         )
         alive = members_alive(tile, POSITIONS, OPTIONS)
         items = fetch(walk, 0, alive, tensors, OPTIONS)
-        before = items * 0  # another value: one variable it would be to Triton, if it were the same
+        before = items * 0  # not ``items``: Triton would treat both names as one variable
         for step in range(walk.halves + steps_of(walk, OPTIONS)):
-            # the entries of the next step come while this one's keys wait for room
+            # load the next step's entries while this step's keys wait for a free stage
             coming = fetch(walk, step + 1, alive, tensors, OPTIONS)
             copy_keys(items, where, turn, tensors, pipeline, OPTIONS)
             turn += 1
@@ -193,7 +191,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
                 turn_v += 1
             if step == 0:
                 copy_queries(tile, first_row, count, tensors, pipeline, OPTIONS)
-                # its answer comes while the keys do
+                # the next tile's number arrives during the copies of keys
                 ticket = gl.num_programs(0) + gl.atomic_add(tensors.ticket_ptr, 1, sem="relaxed")
             elif IS_FORWARD:
                 copy_values(before, where, turn_v, tensors, pipeline, OPTIONS)
@@ -201,7 +199,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
             before = items
             items = coming
         count += 1
-        # what the next tile walks is looked up while the last values wait for room
+        # look up the next tile's walk while the last values wait for a free stage
         tile = next_tile(ticket, units, tensors, numbers, OPTIONS)
         walk = survey(tile, tensors, numbers, OPTIONS)
         ticket = tile.ticket
@@ -210,5 +208,5 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
             turn_v += 1
     say_the_end(index, count, turn, turn_v, pipeline, OPTIONS)
     if ticket == numbers.total + gl.num_programs(0) - 1:
-        # the last to ask: ready for the next launch
+        # the last program to ask resets the counter for the next launch
         gl.atomic_xchg(tensors.ticket_ptr, 0, sem="relaxed")

@@ -1,4 +1,4 @@
-"""What a warpgroup knows of its rows of a tile of queries, in the forward and where dq is made."""
+"""What the consumers of the forward and of dq share: receiving a tile, its mask, its stores."""
 
 from ...._linked.hopper.compat import copy_out, gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.pipeline import SLOTS, coordinates, opaque
@@ -9,7 +9,7 @@ from .schedule import FIELDS, NO_BLOCK, diagonal_of, half_places, pick, places
 
 @gluon.jit
 def receive(count, pipeline):
-    """Wait for the numbers of a tile of queries; the head is -1 if none is left."""
+    """Wait for the numbers of a tile of queries; the head is -1 if no tile is left."""
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
@@ -20,7 +20,7 @@ def receive(count, pipeline):
 
 @gluon.jit
 def understood(fields):
-    """Return the numbers of a tile of queries by name."""
+    """Return the received numbers of a tile of queries by name."""
     first, seen, cut = pick(fields, 6), pick(fields, 7), pick(fields, 8)
     count, whole, halves = pick(fields, 9), pick(fields, 10), pick(fields, 11)
     alone_at, alone_0, alone_1 = pick(fields, 12), pick(fields, 13), pick(fields, 14)
@@ -33,7 +33,7 @@ def understood(fields):
 
 @gluon.jit
 def place_of(tile, W: gl.constexpr, OPTIONS: gl.constexpr):
-    """Return where warpgroup ``W``'s rows of a tile of queries stand."""
+    """Return the place of warpgroup ``W``'s rows of a tile of queries."""
     row, head = tile.first_row, tile.head
     if OPTIONS.HEADS == 1:
         row += W * OPTIONS.ROWS
@@ -44,9 +44,9 @@ def place_of(tile, W: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def rows_of(tile, place, factor, S: gl.constexpr, OPTIONS: gl.constexpr):
-    """Return what these rows see; scores have the layout ``S``."""
+    """Return what the rows at ``place`` see; scores have the layout ``S``."""
     diagonal = diagonal_of(tile.len_q, tile.len_k, OPTIONS.TOP_LEFT)
-    start = tile.first_row + diagonal  # a position, as of all tiles a multiple of theirs
+    start = tile.first_row + diagonal  # the tile's first position, a multiple of its positions
     positions = place.row + diagonal + gl.arange(0, OPTIONS.ROWS, gl.SliceLayout(1, S))  # [ROWS]
     bits = gl.maximum(positions - start // OPTIONS.SPAN * OPTIONS.SPAN, 0) // OPTIONS.BLOCK_Q
     last_seen = positions * 0 + tile.len_k - 1
@@ -57,13 +57,13 @@ def rows_of(tile, place, factor, S: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def hide(s, entries, rows, OPTIONS: gl.constexpr):
-    """Hide what a row does not see: behind its last key, or in blocks that it does not keep."""
+    """Mask keys after a row's last key, and keys of blocks that the row does not keep."""
     BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     S: gl.constexpr = s.type.layout
     col = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))  # [BLOCK_N]
     R: gl.constexpr = gl.SliceLayout(1, S)
     last_seen, bits = (gl.convert_layout(rows.last_seen, R), gl.convert_layout(rows.bits, R))
-    # the last key of its block that a row sees
+    # the last key of each block that a row sees, counted within the block
     limit = gl.full(s.shape, -1, gl.int32, S)  # [ROWS, BLOCK_N]
     for i in gl.static_range(entries.items.shape[0]):
         reach = last_seen - pick(entries.items, i) * BLOCK_K  # [ROWS]
@@ -75,7 +75,7 @@ def hide(s, entries, rows, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def entries_of(walk, step, tensors, OPTIONS: gl.constexpr):
-    """Load the key blocks of a step, and which of the tile's rows of blocks keep each."""
+    """Load the key blocks of a step, and which of the tile's rows of blocks keep each block."""
     PER_STEP: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K
     lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [4], [0]))  # [PER_STEP]
     at, there = places(walk, step, lane)
@@ -84,7 +84,7 @@ def entries_of(walk, step, tensors, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def half_entries_of(walk, step, W: gl.constexpr, tensors, OPTIONS: gl.constexpr):
-    """Load the key blocks of warpgroup ``W`` in a half step, and which rows keep each."""
+    """Load warpgroup ``W``'s key blocks of a half step, and which rows of blocks keep each."""
     HALF: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K // 2
     lane = gl.arange(0, HALF, gl.BlockedLayout([HALF], [32], [4], [0]))  # [HALF]
     at, there = half_places(walk, step, lane, lane * 0 + W, HALF)
@@ -102,7 +102,7 @@ def _load_entries(at, there, tensors, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
-    """Round what belongs to a warpgroup's rows, ``width`` columns, and send it on its way."""
+    """Round a warpgroup's rows of the output or of dq, and start to store ``width`` columns."""
     ROWS: gl.constexpr = o.shape[0]
     WIDTH: gl.constexpr = o.shape[1]
     row, head, sequence, q_start, len_q = place
@@ -114,7 +114,7 @@ def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
         where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
         copy_out(desc, where, out_s)
     else:
-        # copies end where a sequence does, but begin nowhere but in it
+        # the TMA clips at a sequence's end, but the copy must begin inside the sequence
         LANES: gl.constexpr = WIDTH // 8
         B: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
         lines = row + gl.arange(0, ROWS, gl.SliceLayout(1, B))  # [ROWS]
@@ -124,7 +124,7 @@ def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
             first = q_start
         else:
             first = sequence.to(gl.int64) * opaque(numbers.tokens_q)
-        # of the row, and not of what tiles have in common: that would be kept in registers
+        # opaque: the compiler would hoist the products that tiles share, into registers
         at = ((first + lines).to(gl.int64) * opaque(numbers.heads_q) + head) * opaque(width)
         pointers = out_ptr + (at[:, None] + cols[None, :])
         gl.store(pointers, tile_s.load(B), mask=inside)  # [ROWS, WIDTH]

@@ -1,9 +1,10 @@
-"""Which tile of queries is next, and which steps it walks: known to the copying warp alone.
+"""Which tile of queries is next, and which steps it walks.
 
-It tells the others in shared memory. Tiles are aligned to positions, as in ``schedule.py``. A list
-has two parts, whole items and then those that need a mask; a *step* is as many items as make a tile
-of keys, and the walk goes from the list's end to its begin. So the steps with a mask come first,
-and an item that is wanting to fill one is missing there.
+Only the copying warp computes this; it sends the result to the warpgroups through shared memory.
+Tiles are aligned to positions, as in ``portable/schedule.py``. A list has two parts: whole items,
+then items that need a mask. A *step* is as many items as make a tile of keys. The walk goes from
+the list's end to its begin, so steps with a mask come first, and the first step may have fewer
+items.
 """
 
 from ...._linked.hopper.compat import gl, gluon
@@ -11,24 +12,24 @@ from ...._linked.hopper.pipeline import SEARCH_CHUNK
 from ...._linked.hopper.pipeline import locate as locate_dense
 from ..structures import QueryTile, Walk
 
-# a list's count of whole items is less, and further counts are in units of it, of its square
+# three counts of a list in one integer, as digits to this base: whole items first
 COUNTED = gl.constexpr(2**21)
-# a block behind the end of every sequence, where the copy engine finds zeros
+# a block after the end of every sequence, for which the TMA gives zeros
 NO_BLOCK = gl.constexpr(2**22)
-# the numbers that describe a tile of queries, as ``Announced``, and its head among them
+# size of the numbers that describe a tile of queries, as ``Announced``, and the index of its head
 FIELDS = gl.constexpr(16)
 HEAD = gl.constexpr(0)
 
 
 @gluon.jit
 def floor_div(x, DIVISOR: gl.constexpr):
-    """Divide, rounding down for negative numbers too."""
+    """Divide and round down, also for negative numbers."""
     return gl.where(x >= 0, x // DIVISOR, -((DIVISOR - 1 - x) // DIVISOR))
 
 
 @gluon.jit
 def diagonal_of(len_q, len_k, TOP_LEFT: gl.constexpr):
-    """Return the position of the first query, where a layout's rows begin at position 0."""
+    """Return the position of the first query; the layout's rows begin at position 0."""
     if TOP_LEFT:
         diagonal = len_k * 0
     else:
@@ -38,14 +39,14 @@ def diagonal_of(len_q, len_k, TOP_LEFT: gl.constexpr):
 
 @gluon.jit
 def pick(values, NUMBER: gl.constexpr):
-    """Return one of a few numbers of which every thread holds all."""
+    """Return one element of a small tensor of which every thread holds all elements."""
     index = gl.arange(0, values.shape[0], values.type.layout)  # [values.shape[0]]
     return gl.sum(gl.where(index == NUMBER, values, 0), 0)
 
 
 @gluon.jit
 def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: gl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+    """Return the sequence that owns a slot; -1 is padding before the batch, ``batch`` after it.
 
     Sequence ``b`` owns the slots from ``cu_seqlens[b] // SIDE + 2 * (b + 1)`` on.
     """
@@ -61,10 +62,10 @@ def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: gl.constexpr):
 
 @gluon.jit
 def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return the tile of queries that has a ticket, and whether it holds any.
+    """Return the tile of queries with the number ``ticket``, and whether it holds queries.
 
-    Under a causal mask the longest walks start first, within as many units (``numbers.span``) as
-    the cache holds; the ``numbers.last`` units are up to twice as many, so that there is no small
+    Under a causal mask the longest walks start first, within ``numbers.span`` units, as many as the
+    cache holds. The last span has ``numbers.last`` units, up to twice as many, to avoid a small
     rest. Sequences of at most ``OPTIONS.SHORT`` queries belong to another kernel.
     """
     POSITIONS: gl.constexpr = 2 * OPTIONS.ROWS // OPTIONS.HEADS
@@ -83,7 +84,7 @@ def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
         slot = ticket // units if BALANCE else ticket % tiles
         unit = ticket % units if BALANCE else ticket // tiles
         sequence = find_sequence(q_starts, slot, batch, POSITIONS)
-        # tokens around the sequences are two more sequences, which face nothing
+        # padding before the first and after the last sequence: two extra sequences without keys
         is_real = (sequence >= 0) & (sequence < batch)
         q_start = gl.load(q_starts + sequence, mask=sequence >= 0, other=0)
         q_end = gl.load(q_starts + sequence + 1, mask=sequence < batch, other=numbers.tokens_q)
@@ -97,7 +98,7 @@ def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
     first_tile = floor_div(diagonal, POSITIONS)
     count = gl.where(len_q > 0, gl.cdiv(diagonal + len_q, POSITIONS) - first_tile, 0)
     if BALANCE and tensors.cu_seqlens_q_ptr is not None:
-        index = count - 1 - index  # the last are the longest
+        index = count - 1 - index  # the last walks are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
     index += first_tile
     tile = QueryTile(ticket, index, sequence, unit, q_start, k_start, len_q, len_k, diagonal)
@@ -106,7 +107,7 @@ def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def lower_bound(items_ptr, first, last, limit):
-    """Return the first place from ``first`` to ``last`` whose item is not below a limit."""
+    """Return the first index from ``first`` to ``last`` whose item is at least ``limit``."""
     while first < last:
         middle = (first + last) // 2
         is_below = gl.load(items_ptr + middle) < limit
@@ -117,7 +118,7 @@ def lower_bound(items_ptr, first, last, limit):
 
 @gluon.jit
 def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return the walk of a tile of queries, which is empty for a ticket behind the last."""
+    """Return the walk of a tile of queries; it is empty after the last tile."""
     POSITIONS: gl.constexpr = 2 * OPTIONS.ROWS // OPTIONS.HEADS
     PER_STEP: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K
     BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
@@ -128,7 +129,7 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
     owner = row.to(gl.int64)
     if OPTIONS.PER_HEAD:
         owner += tile.unit.to(gl.int64) * numbers.list_rows
-    # padding, which walks nothing, has the first's
+    # padding has no keys to walk; it takes the lists of sequence 0
     is_real = (tile.sequence >= 0) & (tile.sequence < numbers.batch)
     owner += gl.where(is_real, tile.sequence, 0).to(gl.int64) * numbers.list_stride
     first = gl.load(tensors.begin_ptr + owner, mask=is_known, other=0).to(gl.int32)
@@ -138,7 +139,7 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
     cut = first + whole.to(gl.int32)
     inside = cut
     seen = cut
-    # items right of the sequence's end; under a causal mask none is whole
+    # leave out items after the sequence's end; under a causal mask none of them is whole
     if not OPTIONS.IS_CAUSAL:  # noqa: SIM102  (a constant, then a number)
         if tile.len_k < numbers.extent_k:
             inside = lower_bound(items_ptr, first, cut, tile.len_k // BLOCK_K)
@@ -155,7 +156,7 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
         odd = gl.where(shared % PER_STEP <= HALF, shared % PER_STEP, 0)
         halves = gl.cdiv(gl.maximum(alone_0, alone_1) + odd, HALF)
         steps = gl.cdiv(shared - odd, PER_STEP)
-        # there has to be a whole step behind them
+        # half steps must be followed by a whole step
         is_worth_it = (steps > 0) & (2 * steps + halves < 2 * gl.cdiv(count, PER_STEP))
         halves = gl.where(is_worth_it, halves, 0)
         count = gl.where(is_worth_it, shared - odd, count)
@@ -167,13 +168,13 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def steps_of(walk, OPTIONS: gl.constexpr):
-    """Return how many whole steps a walk takes: at least one."""
+    """Return the number of whole steps of a walk: at least one."""
     return gl.maximum(gl.cdiv(walk.count, OPTIONS.BLOCK_N // OPTIONS.BLOCK_K), 1)
 
 
 @gluon.jit
 def places(walk, step, lane):
-    """Return where in the list the items of a step are, and which of them there are."""
+    """Return the indices of a step's items in the list, and which of them exist."""
     place = step * lane.shape[0] + lane  # [PER_STEP]
     at = gl.where(place < walk.seen, walk.first + place, walk.cut - walk.seen + place)
     return at, (place >= 0) & (place < walk.count)
@@ -181,9 +182,9 @@ def places(walk, step, lane):
 
 @gluon.jit
 def half_places(walk, step, lane, half, HALF: gl.constexpr):
-    """Return where in the list the items of a half step are, and which of them there are.
+    """Return the indices of a half step's items in the list, and which of them exist.
 
-    Lane ``i`` asks for the ``i``-th item of the warpgroup ``half``.
+    Lane ``i`` takes the ``i``-th item of warpgroup ``half``.
     """
     alone = gl.where(half == 0, walk.alone_0, walk.alone_1)
     at = walk.alone_at + gl.where(half == 0, walk.alone_1, 0)
@@ -196,11 +197,11 @@ def half_places(walk, step, lane, half, HALF: gl.constexpr):
 
 @gluon.jit
 def members_alive(tile, POSITIONS: gl.constexpr, OPTIONS: gl.constexpr):
-    """Return a bit for each row of blocks of a list's owner in which the tile has queries."""
+    """Return a bit per row of blocks of the list's owner: whether the tile has queries in it."""
     start = tile.index * POSITIONS // OPTIONS.SPAN * OPTIONS.SPAN
     first = gl.maximum(gl.maximum(tile.diagonal, 0), tile.index * POSITIONS)
     last = gl.minimum(tile.diagonal + tile.len_q, (tile.index + 1) * POSITIONS) - 1
-    # of tiles ahead of position 0 nothing is asked
+    # tiles before position 0 do not use the result
     low = gl.maximum(first - start, 0) // OPTIONS.BLOCK_Q
     high = gl.maximum(last - start, 0) // OPTIONS.BLOCK_Q
     return (2 << high) - (1 << low)
