@@ -1,7 +1,7 @@
-"""``python -m blocksparse_attn [check]``: versions, tiles, and a check of the kernels here.
+"""``python -m blocksparse_attn [check]``: versions, tiles, and a check of this machine's kernels.
 
-On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
-Triton decides at its import whether to interpret.
+Without a GPU the kernels run in Triton's interpreter, in a child process, because Triton decides at
+its import whether to interpret.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _shown(shape: Shape) -> str:
 
 
 def check(device: torch.device) -> bool:
-    """Compare the kernels with the float64 reference; print a line per case."""
+    """Compare the kernels with the float64 reference, and print a line per case."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,7 +104,7 @@ def check(device: torch.device) -> bool:
     good = True
     for name, layout in layouts.items():
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            # GQA, a later chunk, a tail, unequal head dimensions
+            # GQA, a later chunk, lengths that end within a block, unequal head dimensions
             shapes = ((1, 20, 4, 24), (1, 50, 2, 24), (1, 50, 2, 40))
             tensors = [draw(*shape, dtype=dtype) for shape in shapes]
             dout = draw(1, 20, 4, 40, dtype=dtype)

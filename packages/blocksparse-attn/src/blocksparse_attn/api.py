@@ -35,35 +35,35 @@ def blocksparse_attn_func(
 ) -> Result:
     """Softmax attention over the kept blocks of a layout, forward and backward.
 
-    Query i stands at the position ``i' = i + seqlen_k - seqlen_q``; it sees key j iff the layout
-    keeps the block ``(i' // block_size[0], j // block_size[1])`` of its head, and, with ``causal``,
-    ``j <= i'``. The output is the softmax of ``softmax_scale * q_i . k_j`` over what it sees, times
-    ``v_j``. Work is proportional to the kept blocks, in both passes (FlashAttention: Dao et al.
-    2022, Dao 2023).
+    Query i stands at the position ``i' = i + seqlen_k - seqlen_q``. It sees key j iff the layout
+    keeps the block ``(i' // block_size[0], j // block_size[1])`` of its head and, with ``causal``,
+    ``j <= i'``. The output is the softmax of ``softmax_scale * q_i . k_j`` over the keys that it
+    sees, times ``v_j``. In both passes the work is proportional to the kept blocks (FlashAttention:
+    Dao et al. 2022, Dao 2023).
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is
-            from 1 to 256. Strides are free.
+            from 1 to 256. All strides are supported.
         k: keys, ``[batch, seqlen_k, heads_k, head_dim]``, dtype of ``q``. ``heads_q`` is a multiple
             of ``heads_k``: query head h reads KV head ``h // (heads_q // heads_k)``.
         v: values, ``[batch, seqlen_k, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is
             from 1 to 256.
-        layout: the kept blocks, on the device of ``q``, of ``heads_q`` heads or of one for all. Its
-            rows must cover ``seqlen_k`` positions.
+        layout: the kept blocks, on the device of ``q``, with ``heads_q``, ``heads_k`` or 1 heads.
+            Its rows must cover ``seqlen_k`` positions.
         softmax_scale: factor of the scores, any number that is finite in fp32.
             Default: ``head_dim ** -0.5``.
-        causal: hide keys behind the query's position. Default: True.
-        num_splits: over how many programs the keys of a few queries (8 or less per sequence) are
-            split. 0 decides by the load; with 1, or any other fixed number, the result of a
+        causal: hide keys after the query's position. Default: True.
+        num_splits: number of programs over which the keys of a few queries (at most 8 per
+            sequence) are split. 0 decides by the load; with any fixed number, the result of a
             sequence does not depend on its batch. Default: 0.
         return_lse: return ``(out, lse)``. Default: False.
-        align: where queries stand: "bottom-right", the last one at the last key; or "top-left",
+        align: position of the queries. "bottom-right": the last query at the last key. "top-left":
             query i at the position ``i' = i``, for cross attention and other layouts whose rows and
-            columns have nothing to do with each other. The rows of the layout must then cover
-            ``seqlen_q`` positions. Default: "bottom-right".
-        deterministic: make gradients repeat bit for bit. On Hopper they may otherwise be added up
-            in the order in which programs come to it; elsewhere they always repeat. PyTorch's
-            switch, ``torch.use_deterministic_algorithms(True)``, asks for the same. Default: False.
+            columns are not of one sequence; the rows of the layout must then cover ``seqlen_q``
+            positions. Default: "bottom-right".
+        deterministic: make gradients repeat bit for bit. On Hopper they may otherwise be summed in
+            the order in which programs arrive; elsewhere they always repeat.
+            ``torch.use_deterministic_algorithms(True)`` has the same effect. Default: False.
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
@@ -71,8 +71,8 @@ def blocksparse_attn_func(
         query that sees no key has output 0 and lse -inf.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
         NotImplementedError: on forward-mode differentiation.
     """
     if unknown:
@@ -119,26 +119,30 @@ def blocksparse_attn_varlen_func(
     deterministic: bool = False,
     **unknown: NoReturn,
 ) -> Result:
-    """Block-sparse attention over packed sequences: prefill, chunks of it and decode in one batch.
+    """Block-sparse attention over packed sequences: prefill, chunks and decode in one batch.
 
-    The mathematics, and the arguments not listed here, are those of :func:`blocksparse_attn_func`,
-    with the lengths of each sequence in place of ``seqlen_q`` and ``seqlen_k``.
+    The formula, and the arguments that are not listed here, are those of
+    :func:`blocksparse_attn_func`, with the lengths of each sequence as ``seqlen_q`` and
+    ``seqlen_k``.
 
     Args:
         q: queries, ``[tokens_q, heads_q, head_dim]``: sequence b is the rows
-            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Rows of no sequence are padding, whose
-            output is 0, lse -inf and gradient 0.
+            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1``. Rows of no sequence are padding:
+            their output is 0, their lse -inf and their gradient 0.
         k: keys, ``[tokens_k, heads_k, head_dim]``; paged ``[pages, page_size, heads_k, head_dim]``.
-        v: values, ``[tokens_k, heads_k, head_dim_v]``; paged likewise.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous; int64 is converted.
-            On a GPU its values are the caller's duty: they are not read on the host.
-            :func:`validate_varlen` checks them.
-        cu_seqlens_k: likewise for keys; with pages their differences alone count.
-        max_seqlen_q: no sequence has more queries; an upper bound is as good.
-        max_seqlen_k: likewise for keys; the layout's rows must cover it.
+        v: values, ``[tokens_k, heads_k, head_dim_v]``; paged
+            ``[pages, page_size, heads_k, head_dim_v]``.
+        cu_seqlens_q: offsets of the sequences in ``q``, int32 ``[batch + 1]``, contiguous; int64 is
+            converted. On a GPU the caller must ensure that its values are right: the host does not
+            read them. :func:`validate_varlen` checks them.
+        cu_seqlens_k: offsets of the sequences in ``k``, in the same form; with a ``block_table``
+            only their differences matter.
+        max_seqlen_q: upper bound of the number of queries per sequence.
+        max_seqlen_k: upper bound of the number of keys per sequence; the layout's rows must cover
+            it.
         layout: the kept blocks; its rows are positions within a sequence.
-        block_table: pages of each sequence, int32 or int64 ``[batch, max_pages]``: key j is in page
-            ``block_table[b, j // page_size]``, at ``j % page_size``. Without gradient.
+        block_table: page numbers of each sequence, int32 or int64 ``[batch, max_pages]``: key j is
+            in page ``block_table[b, j // page_size]``, at ``j % page_size``. Not differentiable.
             Default: None (``k`` and ``v`` are packed).
 
     Returns:
@@ -146,8 +150,8 @@ def blocksparse_attn_varlen_func(
         ``[heads_q, tokens_q]``.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
         NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
     """
     if unknown:
@@ -157,7 +161,7 @@ def blocksparse_attn_varlen_func(
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
-    # which tiles there are depends on no more than this of the longest sequence
+    # the tiles depend on max_seqlen_q only up to SHORT + 1
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
     must_repeat = deterministic, tiles.repeats()
     form = form_of(

@@ -1,4 +1,4 @@
-"""The names and signatures under which inference engines know this kernel."""
+"""Drop-ins: functions with the names and signatures that inference engines use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
 
-# layouts of tensors that are still alive, and unchanged
+# layouts of tensors that are still alive and unchanged
 _known: dict[tuple[Any, ...], tuple[Any, Any, tuple[int, int], BlockSparseLayout]] = {}
 
 
@@ -31,23 +31,25 @@ def blocksparse_flash_attn_varlen_fwd(
     q_block_size: int | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Causal block-sparse attention over packed sequences, called as engines call it.
+    """Causal block-sparse attention over packed sequences, with the engines' signature.
 
     Args:
         q: queries, ``[tokens_q, heads_q, head_dim]``; fp16, bf16 or fp32.
         k: keys, ``[tokens_k, heads_k, head_dim]``, dtype of ``q``.
         v: values, ``[tokens_k, heads_k, head_dim_v]``, dtype of ``q``.
-        cu_seqlens_k: where sequences of keys begin, int32 or int64 ``[batch + 1]``.
-        cu_seqlens_q: likewise for queries. None means one query per sequence if there are as many
-            queries as sequences, the keys' own if there are as many queries as keys.
+        cu_seqlens_k: offsets of the sequences in ``k``, int32 or int64 ``[batch + 1]``.
+        cu_seqlens_q: offsets of the sequences in ``q``. None means one query per sequence if there
+            are as many queries as sequences, and ``cu_seqlens_k`` if there are as many queries as
+            keys.
         sm_scale: factor of the scores; None means ``head_dim ** -0.5``.
         sparse_layout: ``(crow, col)``, ``[heads, rows + 1]`` and ``[heads, nnz]`` per query head.
-            What is planned for it is kept as long as the tensors live, and are not written to; of
-            tensors that were made under ``torch.inference_mode`` nothing is kept, as writes to
-            these cannot be seen.
-        block_size: tokens of a block of keys. Default: 64.
-        q_block_size: tokens of a block of queries. Default: None (``block_size``).
-        max_seqlen: no sequence has more keys. Default: None (what the layout covers).
+            The layout and its lists are kept while both tensors live and are not written to.
+            Nothing is kept for tensors made under ``torch.inference_mode``, as writes to them
+            cannot be detected.
+        block_size: tokens per block of keys. Default: 64.
+        q_block_size: tokens per block of queries. Default: None (``block_size``).
+        max_seqlen: upper bound of the number of keys per sequence. Default: None (the positions
+            that the layout covers).
 
     Returns:
         ``[tokens_q, heads_q, head_dim_v]``.
@@ -68,16 +70,16 @@ class LocalStridedBlockSparseAttn(nn.Module):
 
     Args:
         n_heads: query heads of the model.
-        max_seqlen: longest sequence.
+        max_seqlen: length of the longest sequence.
         local_blocks: width of the band in blocks.
         vert_stride: distance of the columns in blocks.
-        block_size: tokens of a block.
-        device: where the layout lives. Default: the current GPU if there is one, else the CPU.
-        dtype: accepted for compatibility; inputs decide.
-        homo_head: the same columns for every head. Default: False.
+        block_size: tokens per block.
+        device: device of the layout. Default: the current GPU if there is one, else the CPU.
+        dtype: accepted for compatibility and ignored.
+        homo_head: use the same columns for every head. Default: False.
         active_head_range: ``(first, last + 1)``: the heads of this rank. Default: None (all).
-        q_block_size: tokens of a block of queries. Default: None (``block_size``).
-        use_spda: accepted for compatibility: a device decides what runs there. Default: None.
+        q_block_size: tokens per block of queries. Default: None (``block_size``).
+        use_spda: accepted for compatibility and ignored. Default: None.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class LocalStridedBlockSparseAttn(nn.Module):
 
     @property
     def sparse_layout(self) -> tuple[Tensor, Tensor]:
-        """``(crow, col)``: copies."""
+        """Copies of ``(crow, col)``."""
         return self.layout.crow, self.layout.col
 
     def forward(
@@ -127,7 +129,7 @@ class LocalStridedBlockSparseAttn(nn.Module):
         cu_seqlens_q: Tensor | None = None,
         sm_scale: float | None = None,
     ) -> Tensor:
-        """Attend; tensors are those of :func:`blocksparse_flash_attn_varlen_fwd`."""
+        """Attend; the arguments are those of :func:`blocksparse_flash_attn_varlen_fwd`."""
         if self.layout.device != q.device:
             self.layout = self.layout.to(q.device)
         lengths = cu_seqlens_k, cu_seqlens_q
@@ -135,7 +137,7 @@ class LocalStridedBlockSparseAttn(nn.Module):
 
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
-    """Return by how many blocks the columns of a head are shifted against the one before."""
+    """Return the shift of the columns, in blocks, from one head to the next."""
     return 0 if homo_head else max(1, vert_stride // n_heads)
 
 
@@ -152,26 +154,28 @@ def get_sparse_attn_mask(
     return_dense: bool = False,
     dense_mask_type: str = "binary",
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
-    """Return the local and strided pattern of the last ``q_len`` queries, in three forms.
+    """Return the local and strided pattern of the last ``q_len`` queries, in three formats.
 
     Args:
         n_heads: query heads.
-        q_len: how many of the last queries.
+        q_len: number of queries, the last ones.
         max_seqlen: number of keys.
-        dtype: of the masks.
-        device: where the results live.
-        block_size: tokens of a block. Default: 64.
+        dtype: dtype of the masks.
+        device: device of the results.
+        block_size: tokens per block. Default: 64.
         local_blocks: width of the band in blocks. Default: 4.
         vert_stride: distance of the columns in blocks. Default: 4.
-        homo_head: the same columns for every head. Default: True.
-        return_dense: return the mask of tokens too, ``max_seqlen`` squared of it. Default: False.
-        dense_mask_type: "binary" (1 is kept) or "bias" (0 is kept, -inf is not).
+        homo_head: use the same columns for every head. Default: True.
+        return_dense: return the mask of tokens too; a mask of ``max_seqlen`` squared tokens is made
+            for it. Default: False.
+        dense_mask_type: "binary" (1: kept, 0: not kept) or "bias" (0: kept, -inf: not kept).
             Default: "binary".
 
     Returns:
-        ``((crow, col), block_mask, dense)``: row pointers and columns per head of the query blocks,
-        int64; the mask of all blocks, ``[heads, blocks, blocks]``, without heads for ``homo_head``;
-        and None, or the mask of tokens, ``[heads, q_len, max_seqlen]``. New tensors at every call.
+        ``((crow, col), block_mask, dense)``: row pointers and columns of the query blocks per head,
+        int64; the mask of all blocks, ``[heads, blocks, blocks]``, or ``[blocks, blocks]`` for
+        ``homo_head``; and None, or the mask of tokens, ``[heads, q_len, max_seqlen]``. Every call
+        returns new tensors.
     """
     if dense_mask_type not in ("binary", "bias"):
         raise ValueError(f"dense_mask_type must be 'binary' or 'bias', got {dense_mask_type!r}")
@@ -219,7 +223,7 @@ def _attend(
 def _queries(
     q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | None, max_seqlen: int
 ) -> tuple[Tensor, int]:
-    """Return where sequences of queries begin, and a bound of their lengths."""
+    """Return the offsets of the queries, and an upper bound of their lengths."""
     if cu_seqlens_q is not None:
         return cu_seqlens_q, max_seqlen
     batch = cu_seqlens_k.shape[0] - 1
@@ -234,7 +238,7 @@ def _queries(
 
 
 def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as the functions take them; what was one tensor stays one."""
+    """Return both offsets as contiguous int32; if they are one tensor, the results are one too."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_indices(name, x)
     starts_k = arguments.as_int32(cu_seqlens_k).contiguous()
@@ -244,11 +248,11 @@ def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor
 
 
 def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockSparseLayout:
-    """Return the layout of two tensors: the same as before while they are the same."""
+    """Return the layout of two tensors, cached while the tensors live and do not change."""
     check_csr(crow, col, (2,))
     one = crow.stride(0) == 0 and col.stride(0) == 0
     parts = (crow[:1], col[:1]) if one else (crow, col)
-    # whether a tensor of inference mode was written to, nobody can tell
+    # tensors of inference mode have no version, so writes to them cannot be detected
     if torch.compiler.is_compiling() or crow.is_inference() or col.is_inference():
         return BlockSparseLayout(*parts, block_size)
     key = id(crow), id(col), block_size

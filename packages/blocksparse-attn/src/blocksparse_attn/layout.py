@@ -1,4 +1,4 @@
-"""Which blocks of keys each block of queries attends to, as an immutable value."""
+"""The layout: which blocks of keys each block of queries attends to, as an immutable value."""
 
 from __future__ import annotations
 
@@ -32,41 +32,42 @@ from ._linked.host.arguments import check_flag
 from ._linked.host.forms import Memory
 from .token_rule import TokenRule
 
-# rows of queries that the largest tile holds
+# rows of the largest tile of queries
 TALL = 128
 
 
 class BlockSparseLayout:
     """A block-sparse pattern: compressed rows (CSR) of kept blocks, per query head.
 
-    Block row r holds the queries at the positions ``r * block_size[0]`` and up, block column c the
-    keys from ``c * block_size[1]`` on. A query's position is its place among the *keys*: query i of
-    a sequence stands at ``i + seqlen_k - seqlen_q``, so that prefill, a later chunk of it and
-    decode address the same rows; with ``align="top-left"`` in a call it stands at ``i``. What lies
-    outside of all rows and columns is not attended to.
+    Block row r holds the queries at the positions from ``r * block_size[0]`` on, block column c the
+    keys from ``c * block_size[1]`` on. A query's position counts *keys*: query i of a sequence
+    stands at ``i + seqlen_k - seqlen_q``, so that prefill, a later chunk and decode address the
+    same rows. With ``align="top-left"`` in a call, query i stands at ``i``. Positions outside all
+    rows and columns are not attended to.
 
-    A layout never changes. It can be shared between layers, calls and threads, compared and used as
-    a key of a dict; the plans that kernels walk are made at the first call and kept with it.
+    A layout never changes. Layers, calls and threads can share it; it can be compared and used as
+    a key of a dict. The first call makes the lists that kernels walk and keeps them with the
+    layout.
 
     Args:
         crow: row pointers, ``[heads, rows + 1]``, or ``[batch, heads, rows + 1]`` if each sequence
-            has a layout of its own. There is a head per query head, per head of keys, or one for
-            all.
-        col: columns, ``[heads, nnz]``, or ``[batch, heads, nnz]``, in any order within a row; what
-            no row points to is padding (-1). Columns beyond ``num_cols`` are ignored, repeated ones
-            count once.
-        block_size: tokens of a block, one of 16, 32, 64 and 128: an int, or ``(q, k)``.
+            has its own layout. ``heads`` is the number of query heads, the number of key heads, or
+            1 for all heads.
+        col: columns, ``[heads, nnz]``, or ``[batch, heads, nnz]``, in any order within a row.
+            Entries after the last row are padding (-1). Columns from ``num_cols`` on are ignored;
+            repeated columns count once.
+        block_size: tokens per block: an int, or ``(q, k)``; each 16, 32, 64 or 128.
         num_cols: number of block columns. Default: as many as cover the positions of all rows.
-        max_row: the most blocks in a row, if known: a bound for splitting the keys of a decode.
+        max_row: upper bound of the blocks in a row; it limits how a decode splits its keys.
             Default: ``num_cols``.
-        rows_alike: whether neighbouring rows keep mostly the same blocks, so that they are best
-            computed together; it changes the speed, not the result. Default: False.
-        token_rule: what queries see of the blocks that they keep. Default: None (all).
+        rows_alike: whether neighbouring rows keep mostly the same blocks, so that they should share
+            a tile. It changes the speed, not the result. Default: False.
+        token_rule: which keys of the kept blocks each query sees. Default: None (all).
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range. Values of ``crow`` and ``col`` are not looked
-            at: :meth:`validate` does that.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong. Values of ``crow`` and ``col`` are not
+            read here; :meth:`validate` checks them.
     """
 
     _rule: Tensor | None
@@ -90,7 +91,7 @@ class BlockSparseLayout:
         if max_row is not None:
             check_count("max_row", max_row, 0)
         check_flag("rows_alike", rows_alike)
-        # copies: nobody else may change them
+        # copies, so that the caller cannot change them
         crow_, col_ = (x.to(torch.int32, copy=True).flatten(0, -2) for x in (crow, col))
         batch = crow.shape[0] if crow.ndim == 3 else 0
         self._fill(State(crow_, col_, sides, cols, crow.shape[-2], max_row, rows_alike, batch))
@@ -102,48 +103,48 @@ class BlockSparseLayout:
         if col.shape[1] == 0:
             col = col.new_full((col.shape[0], 1), -1)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # autograd keeps no tensors that were made there
+            # autograd cannot save tensors that were made in inference mode
             with torch.inference_mode(False):
                 crow, col = crow.clone(), col.clone()
                 rule = None if rule is None else rule.clone()
         cols, max_row = state.num_cols, state.max_row
         max_row = cols if max_row is None else min(max_row, cols)
-        # heads of all sequences, those of one after the other
+        # heads of all sequences, sequence by sequence
         self._crow, self._col, self._rule = crow.contiguous(), col.contiguous(), rule
         self._state = state._replace(crow=self._crow, col=self._col, max_row=max_row, rule=rule)
         is_shared = self._crow.shape[0] == max(state.batch, 1)
         sizes = self._crow.shape[1] - 1, cols, *state.block_size
         self._pattern = Pattern(is_shared, *sizes, state.rows_alike, max_row, state.batch)
         if col.device.type != "meta":
-            # known before anything is traced: torch.compile may trace a call twice, and would meet
-            # the second time what the operators' fakes have asked meanwhile
+            # fill the cache of ``detect`` before any trace: torch.compile may trace a call twice,
+            # and the operators' fakes would otherwise fill it in between
             detect(col.device)
         # ``Lists``, or ``Pairs``
         self._kept_lists: dict[Any, tuple[Tensor, ...]] = {}
         self._ready: Readiness | None = None
         self._calls: Memory[Checked] = Memory()
-        # the same for other heads
+        # the same layout for other numbers of heads
         self._made: dict[int, BlockSparseLayout] = {}
         self._hash: int | None = None
 
     @classmethod
     def _make(cls, *state: Any) -> BlockSparseLayout:
-        """Make a layout of the fields of ``State``, whose tensors nobody else holds."""
+        """Make a layout from the fields of ``State``; it owns their tensors."""
         layout = cls.__new__(cls)
         layout._fill(State(*state))
         return layout
 
     def _by_sequence(self, x: Tensor) -> Tensor:
-        """See what there is for each head of each sequence with its dimension of sequences."""
+        """View a tensor with a row per sequence and head as ``[batch, heads, ...]``."""
         batch = self._state.batch
         return x.view(batch, len(x) // batch, *x.shape[1:]) if batch else x
 
     def _for_heads(self, heads_q: int) -> BlockSparseLayout:
-        """Return a layout with as many heads as there are queries', or with one for all.
+        """Return the layout with ``heads_q`` heads, or with one head for all.
 
-        Heads of keys are written out for their queries, once, and the result is kept.
+        A layout per key head is expanded to query heads once, and the result is kept.
         """
-        # not by ``in``: under torch.compile a number is in no tuple of symbols
+        # not ``in``: under torch.compile, ``in`` does not find a number in a tuple of symbols
         if self.num_heads == 1 or self.num_heads == heads_q:
             return self
         made = self._made.get(heads_q)
@@ -161,7 +162,7 @@ class BlockSparseLayout:
         return made
 
     def _bounds_of(self, rule: TokenRule) -> Tensor:
-        """Return the bounds of a rule for this layout's positions."""
+        """Return the bounds of a token rule for this layout's positions."""
         if not isinstance(rule, TokenRule):
             raise TypeError(f"token_rule must be a TokenRule, got {type(rule).__name__}")
         bounds = rule.bounds(self.num_rows * self.block_size[0], self.device)
@@ -173,10 +174,10 @@ class BlockSparseLayout:
         return bounds
 
     def with_token_rule(self, token_rule: TokenRule | None) -> BlockSparseLayout:
-        """Return a layout of the same blocks with a rule of its own, or without one.
+        """Return a layout of the same blocks with another token rule, or without one.
 
         Args:
-            token_rule: what queries see of the blocks that they keep; None: all.
+            token_rule: which keys of the kept blocks each query sees; None: all.
         """
         return self._with_bounds(None if token_rule is None else self._bounds_of(token_rule))
 
@@ -192,19 +193,19 @@ class BlockSparseLayout:
         num_cols: int,
         counts: Tensor | None = None,
     ) -> BlockSparseLayout:
-        """Make a layout from the columns of each row, as a selector of top-k blocks has them.
+        """Make a layout from the columns of each row, as a selector of top-k blocks returns them.
 
-        The host does not wait for the device. In a CUDA graph each replay has its indices' layout.
+        The host does not wait for the device. In a CUDA graph, each replay uses its own indices.
 
         Args:
             indices: block columns of each row, int32 or int64 ``[heads, rows, k]``, or ``[batch,
-                heads, rows, k]`` if each sequence has its own; -1 is none. Heads are as those of
-                ``crow``. Repeated columns count once. Those that there are not raise on the CPU; on
+                heads, rows, k]`` if each sequence has its own; -1 means no block. ``heads`` is as
+                in ``crow``. Repeated columns count once. Columns out of range raise on the CPU; on
                 a GPU they are ignored, and :meth:`validate` names the first.
-            block_size: tokens of a block: an int, or ``(q, k)``.
+            block_size: tokens per block: an int, or ``(q, k)``.
             num_cols: number of block columns.
-            counts: how many of the indices of a row count, the first ones, int32 or int64 without
-                the last dimension of ``indices``. Default: None (all).
+            counts: number of valid indices at the start of each row, int32 or int64, shaped as
+                ``indices`` without the last dimension. Default: None (all).
         """
         check_columns(indices, counts)
         sides = check_block_size(block_size)
@@ -217,10 +218,11 @@ class BlockSparseLayout:
 
     @classmethod
     def batched(cls, layouts: Sequence[BlockSparseLayout]) -> BlockSparseLayout:
-        """Join layouts of one form to one that has a layout for each sequence of a batch.
+        """Join the layouts of a batch's sequences to one layout.
 
         Args:
-            layouts: one per sequence, on one device, alike in block size, rows, columns and heads.
+            layouts: one per sequence, on one device, with equal block size, rows, columns and
+                heads.
         """
         check_alike(layouts)
         return cls._make(*joined([one._state for one in layouts]))
@@ -233,9 +235,9 @@ class BlockSparseLayout:
 
         Args:
             mask: bool, ``[rows, cols]`` for all heads or ``[heads, rows, cols]``.
-            block_size: tokens of a block: an int, or ``(q, k)``.
-            max_nnz: a bound of the kept blocks of one head. Without it they are counted, for which
-                the host waits for the device once. Default: None.
+            block_size: tokens per block: an int, or ``(q, k)``.
+            max_nnz: upper bound of the kept blocks per head. Default: None: the blocks are counted,
+                and the host waits once for the device.
         """
         check_mask(mask)
         sides = check_block_size(block_size)
@@ -259,22 +261,23 @@ class BlockSparseLayout:
         *,
         device: torch.device | str | None = None,
     ) -> BlockSparseLayout:
-        """Make the pattern of Phi-3-small: a band of local blocks, and every so-many-th column.
+        """Make the pattern of Phi-3-small: local blocks, and every ``vert_stride``-th column.
 
-        In blocks of the key block size, ``(qb, kb)`` is kept iff ``kb <= qb`` and ``qb - kb <
-        local_blocks`` or ``(kb + h * step + 1) % vert_stride == 0``, with ``step`` 0 for
+        In blocks of the key block size, ``(qb, kb)`` is kept iff ``kb <= qb`` and (``qb - kb <
+        local_blocks`` or ``(kb + h * step + 1) % vert_stride == 0``), with ``step`` 0 for
         ``homo_head``, else ``max(1, vert_stride // num_heads)``. A query block of another size
-        keeps what any of its queries keeps. The columns come from a closed form, on the device.
+        keeps the blocks that any of its queries keeps. The columns are computed in closed form, on
+        the device.
 
         Args:
             num_heads: query heads of the model.
             max_seqlen: positions that the layout covers.
-            block_size: tokens of a block: an int, or ``(q, k)``. Default: 64.
-            local_blocks: width of the band in blocks, from 1. Default: 16.
-            vert_stride: distance of the columns in blocks, from 1. Default: 8.
-            homo_head: the same columns for every head. Default: False.
+            block_size: tokens per block: an int, or ``(q, k)``. Default: 64.
+            local_blocks: width of the band in blocks, at least 1. Default: 16.
+            vert_stride: distance of the columns in blocks, at least 1. Default: 8.
+            homo_head: use the same columns for every head. Default: False.
             head_range: ``(first, last + 1)``: only these heads of the model. Default: None (all).
-            device: where the layout lives. Default: torch's default device.
+            device: device of the layout. Default: torch's default device.
         """
         sides = check_block_size(block_size)
         heads = check_local_strided(
@@ -299,16 +302,16 @@ class BlockSparseLayout:
         *,
         device: torch.device | str | None = None,
     ) -> BlockSparseLayout:
-        """Make a layout from a function of block indices, computed on the device.
+        """Make a layout from a function of block indices, which runs on the device.
 
         Args:
             fn: ``fn(head, row, col)`` takes int64 tensors that broadcast against each other and
                 returns a bool tensor: which blocks are kept.
-            num_heads: query heads; 1 serves any number of them.
-            num_rows: blocks of queries.
-            num_cols: blocks of keys.
-            block_size: tokens of a block: an int, or ``(q, k)``.
-            device: where the layout lives. Default: torch's default device.
+            num_heads: query heads; 1 for any number.
+            num_rows: number of blocks of queries.
+            num_cols: number of blocks of keys.
+            block_size: tokens per block: an int, or ``(q, k)``.
+            device: device of the layout. Default: torch's default device.
         """
         sides = check_block_size(block_size)
         check_count("num_heads", num_heads, 1)
@@ -318,12 +321,12 @@ class BlockSparseLayout:
 
     @property
     def crow(self) -> Tensor:
-        """Row pointers, int32 ``[heads, rows + 1]``, or with a batch ahead: a copy."""
+        """Row pointers, int32 ``[heads, rows + 1]`` or ``[batch, heads, rows + 1]``; a copy."""
         return self._of_heads(self._crow)
 
     @property
     def col(self) -> Tensor:
-        """Columns, int32 ``[heads, nnz]``, or with a batch ahead, padded with -1: a copy."""
+        """Columns, int32 ``[heads, nnz]`` or ``[batch, heads, nnz]``, padded with -1; a copy."""
         return self._of_heads(self._col)
 
     def _of_heads(self, x: Tensor) -> Tensor:
@@ -331,17 +334,17 @@ class BlockSparseLayout:
 
     @property
     def batch(self) -> int | None:
-        """Number of sequences that each have a layout of their own, or None: one for all."""
+        """Number of sequences if each has its own layout; None if one layout is for all."""
         return self._state.batch or None
 
     @property
     def token_bounds(self) -> Tensor | None:
-        """First and last key that each position sees, as of ``TokenRule.bounds``; None: all."""
+        """First and last key that each position sees, as ``TokenRule.bounds``; None: all keys."""
         return None if self._rule is None else self._rule.clone()
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads; 1 serves any number."""
+        """Number of heads; 1 is for any number of query heads."""
         return self._state.num_heads
 
     @property
@@ -356,17 +359,17 @@ class BlockSparseLayout:
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """Tokens of a block of queries, and of one of keys."""
+        """Tokens per block of queries and per block of keys."""
         return self._state.block_size
 
     @property
     def max_row(self) -> int:
-        """A bound of the blocks in a row."""
+        """Upper bound of the blocks in a row."""
         return self._pattern.max_row
 
     @property
     def rows_alike(self) -> bool:
-        """Whether neighbouring rows are computed together."""
+        """Whether neighbouring rows share a tile."""
         return self._state.rows_alike
 
     @property
@@ -376,11 +379,11 @@ class BlockSparseLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where the layout lives."""
+        """Device of the layout."""
         return self._crow.device
 
     def to(self, device: torch.device | str) -> BlockSparseLayout:
-        """Return the layout on a device: itself if it is there."""
+        """Return the layout on a device; itself if it is already there."""
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
@@ -388,24 +391,25 @@ class BlockSparseLayout:
         return self._make(*moved)
 
     def to_dense(self) -> Tensor:
-        """Return the mask of blocks, bool ``[heads, rows, cols]``, or with a batch ahead."""
+        """Return the mask of blocks, bool ``[heads, rows, cols]``, or ``[batch, heads, ...]``."""
         return self._of_heads(dense_of(self._crow, self._col, self.num_cols))
 
     def density(self, seqlen: int | None = None) -> float:
-        """Return the share of the causally visible blocks that is kept; waits for the device.
+        """Return the kept share of the causally visible blocks; waits for the device.
 
         Args:
-            seqlen: of how long a sequence. Default: None (all rows).
+            seqlen: length of the sequence. Default: None (all rows).
         """
         if seqlen is not None:
             check_count("seqlen", seqlen, 0)
         return density_of(self._crow, self._col, self.num_cols, self.block_size, seqlen)
 
     def validate(self) -> None:
-        """Check the values of rows and columns, which calls trust; waits for the device.
+        """Check the values of rows and columns, which calls do not check; waits for the device.
 
         Raises:
-            ValueError: on the first entry that is wrong: which, what was expected, what came.
+            ValueError: on the first wrong entry; the message has its index, and the expected and
+                found values.
         """
         csr = self._by_sequence(self._crow), self._by_sequence(self._col)
         validate_csr(*csr, self.num_cols)
@@ -422,24 +426,25 @@ class BlockSparseLayout:
         paged: bool = False,
         align: str = "bottom-right",
     ) -> BlockSparseLayout:
-        """Plan what kernels will walk ahead of the first call, and return the layout.
+        """Make the lists that kernels walk before the first call, and return the layout.
 
-        The first call of a kind does this by itself. It is of use ahead of ``torch.compile``, which
-        otherwise plans within the graph, at every call.
+        Without this, the first call of a kind makes its lists. Use it before ``torch.compile``,
+        which would otherwise make the lists within the graph, at every call.
 
         Args:
-            heads_q: query heads of the calls to come.
-            heads_k: heads of their keys.
-            head_dim: the wider of the two head dimensions.
-            dtype: of their tensors.
-            causal: their mask. Default: True.
-            backward: plan for gradients too. Default: False.
-            paged: their keys are in pages. Default: False.
-            align: where their queries stand. Default: "bottom-right".
+            heads_q: query heads of the later calls.
+            heads_k: key heads of the later calls.
+            head_dim: the wider of their two head dimensions.
+            dtype: dtype of their tensors.
+            causal: ``causal`` of the calls. Default: True.
+            backward: make the lists of the backward too. Default: False.
+            paged: the calls have keys in pages. Default: False.
+            align: ``align`` of the calls. Default: "bottom-right".
 
         Raises:
-            TypeError, ValueError: if the numbers are no heads of calls that the layout fits, or
-                another argument is of another type.
+            TypeError: if an argument has a wrong type or dtype.
+            ValueError: if the heads do not fit the layout or each other, or a number is out of
+                range.
         """
         check_calls(self.num_heads, heads_q, heads_k, head_dim, dtype)
         for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
@@ -452,7 +457,7 @@ class BlockSparseLayout:
         return self.block_size, self.num_cols, self.num_heads, self.num_rows, self.batch
 
     def __eq__(self, other: object) -> bool:
-        """Compare what is kept, on whatever device; waits for the device."""
+        """Compare the kept blocks, also across devices; waits for the device."""
         if self is other:
             return True
         if not isinstance(other, BlockSparseLayout):
@@ -474,7 +479,7 @@ class BlockSparseLayout:
         return f"BlockSparseLayout({shown}, heads {heads}{density}, device '{device}')"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy what is kept, and no plans: these hold compiled kernels."""
+        """Copy the state without lists and launchers: launchers hold compiled kernels."""
         return self._make, tuple(self._state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -488,7 +493,7 @@ class BlockSparseLayout:
         """Read a layout that :meth:`save` wrote.
 
         Raises:
-            ValueError: if the file holds something else.
+            ValueError: if the file is not one of :meth:`save`.
         """
         return cls._make(*read(path, device))
 
@@ -496,8 +501,8 @@ class BlockSparseLayout:
         """Draw one head's blocks with matplotlib; return the axes.
 
         Args:
-            head: which head, of the first sequence. Default: 0.
-            ax: axes to draw in. Default: None (new ones).
+            head: index of the head, in the first sequence. Default: 0.
+            ax: axes to draw in. Default: None (new axes).
         """
         check_count("head", head, 0)
         if head >= self.num_heads:

@@ -1,4 +1,4 @@
-"""A layout as a part of a module, which moves with it."""
+"""A module that holds a layout, which moves with the module."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .layout import BlockSparseLayout
 
 
 class LayoutModule(nn.Module):
-    """Holds a layout for a module, as a buffer that is not saved holds a tensor.
+    """Holds a layout for a module, as a non-persistent buffer holds a tensor.
 
     ``.to()``, ``.cuda()`` and ``.cpu()`` of any module around it move the layout; a change of dtype
-    leaves it as it is. ``state_dict`` has nothing of it: make the same one again, or use its
+    does not change it. ``state_dict`` does not contain the layout: make it again, or use its
     ``save`` and ``load``.
 
     Example::
@@ -34,7 +34,7 @@ class LayoutModule(nn.Module):
         layout: the layout, on the device of the module.
 
     Raises:
-        TypeError: if ``layout`` is no ``BlockSparseLayout``.
+        TypeError: if ``layout`` is not a ``BlockSparseLayout``.
     """
 
     def __init__(self, layout: BlockSparseLayout) -> None:
@@ -44,12 +44,12 @@ class LayoutModule(nn.Module):
         self.layout = layout
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutModule:
-        # where an index would go, there the layout goes
+        # move the layout to the device to which ``fn`` moves an int32 tensor
         index = torch.empty(0, dtype=torch.int32, device=self.layout.device)
         self.layout = self.layout.to(fn(index).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:
-        """Describe the layout where a module is printed."""
+        """Describe the layout when the module is printed."""
         return repr(self.layout)

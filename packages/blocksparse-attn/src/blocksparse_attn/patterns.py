@@ -1,7 +1,7 @@
 """Common block patterns as layouts; sizes and offsets are counted in blocks.
 
-Each is a function of block indices, computed on the device. The local and strided pattern of
-Phi-3-small is :meth:`BlockSparseLayout.local_strided`, which has a closed form.
+Each pattern is computed on the device. The local and strided pattern of Phi-3-small is
+:meth:`BlockSparseLayout.local_strided`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def sliding_window(
     *,
     device: Device = None,
 ) -> BlockSparseLayout:
-    """Keep the last ``window_blocks`` blocks, the query's own among them, and the first few.
+    """Keep the last ``window_blocks`` blocks, including the query's own, and the first blocks.
 
     The first blocks are the attention sinks of streaming language models (Xiao et al. 2023).
 
     Args:
         max_seqlen: positions that the layout covers.
-        window_blocks: width of the window, from 1.
-        sink_blocks: how many of the first blocks every query sees. Default: 0.
-        block_size: tokens of a block. Default: 64.
-        device: where the layout lives. Default: torch's default device.
+        window_blocks: width of the window, at least 1.
+        sink_blocks: number of first blocks that every query keeps. Default: 0.
+        block_size: tokens per block. Default: 64.
+        device: device of the layout. Default: torch's default device.
     """
     check_count("window_blocks", window_blocks, 1)
     check_count("sink_blocks", sink_blocks, 0)
@@ -58,10 +58,10 @@ def dilated(
 
     Args:
         max_seqlen: positions that the layout covers.
-        window_blocks: how many blocks, from 1.
-        dilation: their distance, from 1.
-        block_size: tokens of a block. Default: 64.
-        device: where the layout lives. Default: torch's default device.
+        window_blocks: number of blocks, at least 1.
+        dilation: distance of the blocks, at least 1.
+        block_size: tokens per block. Default: 64.
+        device: device of the layout. Default: torch's default device.
     """
     check_count("window_blocks", window_blocks, 1)
     check_count("dilation", dilation, 1)
@@ -86,18 +86,19 @@ def bigbird(
 ) -> BlockSparseLayout:
     """Keep a window on both sides, global rows and columns, and random blocks (BigBird).
 
-    After Zaheer et al. 2020; causal attention leaves of it what lies below the diagonal.
+    After Zaheer et al. 2020. In a causal call only the blocks up to the diagonal count.
 
     Args:
-        num_heads: query heads, each with random blocks of its own.
+        num_heads: query heads; each has its own random blocks.
         max_seqlen: positions that the layout covers.
-        window_blocks: blocks on either side of the query's own, itself included, from 1.
-        global_blocks: first rows and columns that are kept whole.
-        random_blocks: random columns of each row; of what is kept already, some may be repeated.
-        block_size: tokens of a block. Default: 64.
-        seed: of the random blocks, which are drawn on the CPU: the same on every device.
-            Default: 0.
-        device: where the layout lives. Default: torch's default device.
+        window_blocks: width of the window on each side, including the query's own block, at
+            least 1.
+        global_blocks: number of first rows and columns that are kept whole.
+        random_blocks: random columns per row; they may repeat, or fall on kept blocks.
+        block_size: tokens per block. Default: 64.
+        seed: seed of the random blocks; they are drawn on the CPU, so they are the same on every
+            device. Default: 0.
+        device: device of the layout. Default: torch's default device.
     """
     for name, value, least in (
         ("num_heads", num_heads, 1),
@@ -125,15 +126,15 @@ def bigbird(
 def block_causal(
     max_seqlen: int, chunk_blocks: int = 1, block_size: int = 64, *, device: Device = None
 ) -> BlockSparseLayout:
-    """Let chunks of blocks see themselves whole, and all chunks before them.
+    """Let each chunk of blocks see itself whole, and all chunks before it.
 
-    To be used with ``causal=False``, as for models that write a chunk of tokens at a time.
+    Use it with ``causal=False``, for example for models that generate a chunk of tokens at a time.
 
     Args:
         max_seqlen: positions that the layout covers.
-        chunk_blocks: blocks of a chunk, from 1. Default: 1.
-        block_size: tokens of a block. Default: 64.
-        device: where the layout lives. Default: torch's default device.
+        chunk_blocks: blocks per chunk, at least 1. Default: 1.
+        block_size: tokens per block. Default: 64.
+        device: device of the layout. Default: torch's default device.
     """
     check_count("chunk_blocks", chunk_blocks, 1)
 
@@ -151,16 +152,14 @@ def vertical_slash(
     *,
     device: Device = None,
 ) -> BlockSparseLayout:
-    """Keep, per head, some columns and some diagonals, as MInference finds them.
-
-    After Jiang et al. 2024.
+    """Keep given columns and diagonals per head, as in MInference (Jiang et al. 2024).
 
     Args:
         max_seqlen: positions that the layout covers.
-        vertical: the block columns of each head.
-        slash: the distances of each head's diagonals from the main one, 0 being itself.
-        block_size: tokens of a block. Default: 64.
-        device: where the layout lives. Default: torch's default device.
+        vertical: block columns of each head.
+        slash: distances of each head's diagonals from the main diagonal, which is 0.
+        block_size: tokens per block. Default: 64.
+        device: device of the layout. Default: torch's default device.
     """
     if len(vertical) != len(slash) or not vertical:
         raise ValueError(

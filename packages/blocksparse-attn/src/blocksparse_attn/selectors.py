@@ -1,7 +1,7 @@
 """Selectors: functions that choose the blocks of a call from its queries and keys, as a layout.
 
-They run on the device without a wait of the host, in CUDA graphs too, and have no gradient: what is
-chosen is an integer. Rows of blocks are chosen for as a whole, from all queries of the row.
+They run on the device, also in CUDA graphs; the host does not wait. They have no gradient, as they
+choose integers. Each row of blocks has one choice, made from all queries of the row.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ def topk_blocks(
     causal: bool = True,
     align: str = "bottom-right",
 ) -> BlockSparseLayout:
-    """Keep the ``top_k`` blocks whose mean key fits the mean query of a row best.
+    """Keep the ``top_k`` blocks whose mean key has the highest score with a row's mean query.
 
-    The gate of MoBA (Lu et al. 2025), for rows of queries in place of single ones; heads of a group
-    choose together by the sum of their scores, as in the selection branch of NSA (Yuan et al.
-    2025). The blocks around the diagonal and the first ones are chosen ahead of all others and
-    count among ``top_k``. ``q`` and ``k`` may be those of a selector of its own: their heads and
-    head dimension need not be those of the attention.
+    This is the gate of MoBA (Lu et al. 2025), for rows of blocks instead of single queries. The
+    heads of a group choose together, by the sum of their scores, as in the selection branch of NSA
+    (Yuan et al. 2025). The blocks around the diagonal and the first blocks are chosen before all
+    other blocks and count towards ``top_k``. ``q`` and ``k`` may come from a separate selector:
+    their heads and head dimension need not be those of the attention.
 
-    With ``causal``, a row looks at no key behind its first query to choose, but at all its queries.
+    With ``causal``, the choice of a row depends on all its queries, but on no key after its first
+    query.
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``.
         k: keys, ``[batch, seqlen_k, heads_k, head_dim]``; ``heads_q`` is a multiple of ``heads_k``.
-        block_size: tokens of a block: an int, or ``(q, k)``.
-        top_k: how many blocks a row keeps, from 1; fewer where it sees no more.
-        local_blocks: blocks back from the diagonal, those that it crosses included, that a row
-            keeps; with ``causal`` at least 1. Default: 1.
-        sink_blocks: how many of the first blocks every row keeps. Default: 0.
-        causal: leave out blocks right of the diagonal. Default: True.
-        align: where queries stand, as in the call. Default: "bottom-right".
+        block_size: tokens per block: an int, or ``(q, k)``.
+        top_k: number of blocks that a row keeps, at least 1; fewer if the row sees fewer.
+        local_blocks: number of blocks back from the diagonal that every row keeps, including those
+            that the diagonal crosses; with ``causal`` at least 1. Default: 1.
+        sink_blocks: number of first blocks that every row keeps. Default: 0.
+        causal: leave out blocks after the diagonal. Default: True.
+        align: position of the queries, as in the call. Default: "bottom-right".
 
     Returns:
-        a layout of ``heads_k`` heads, for each sequence its own if there are several.
+        a layout of ``heads_k`` heads; with several sequences, each has its own.
 
     Raises:
-        TypeError, ValueError: on an argument.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape or a range is wrong.
     """
     sides, offset, rows = _geometry(q, k, block_size, align)
     check_count("top_k", top_k, 1)
@@ -69,7 +71,7 @@ def topk_blocks(
     row = torch.arange(rows, device=q.device)[:, None]
     col = torch.arange(cols, device=q.device)
     first, last = _diagonal(row, sides)
-    # a number that is none ranks above all
+    # topk ranks NaN above all numbers
     scores = scores.nan_to_num(nan=-torch.inf)
     near = (col > first - local_blocks) & (col <= last)
     scores = scores.masked_fill(near | (col < sink_blocks), torch.inf)
@@ -95,28 +97,31 @@ def vertical_slash_blocks(
 ) -> BlockSparseLayout:
     """Keep the columns and diagonals of tokens that the last queries attend to most.
 
-    The estimate of MInference (Jiang et al. 2024): causal attention of the last queries over all
-    keys, summed by key, and by the distance of query and key. The best keys and distances are then
-    kept for all rows, by the blocks that hold them. For the prefill of long prompts, with
+    This is the estimate of MInference (Jiang et al. 2024): causal attention of the last queries
+    over all keys, summed per key, and per distance between query and key. Every row then keeps the
+    blocks that hold the best keys and distances. Use it for the prefill of long prompts, with
     ``causal=True``.
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``.
         k: keys, ``[batch, seqlen_k, heads_k, head_dim]``; query i stands at ``i + seqlen_k -
             seqlen_q``.
-        block_size: tokens of a block: an int, or ``(q, k)``.
-        num_vertical: how many keys, from 0.
-        num_slash: how many distances, from 0.
-        last_queries: how many queries tell, from 1; memory of as many rows of scores. Default: 64.
-        sink_blocks: how many of the first blocks every row keeps besides. Default: 1.
-        local_blocks: blocks back from the diagonal that a row keeps besides, from 1. Default: 1.
+        block_size: tokens per block: an int, or ``(q, k)``.
+        num_vertical: number of keys, at least 0.
+        num_slash: number of distances, at least 0.
+        last_queries: number of queries for the estimate, at least 1; so many rows of scores are
+            held in memory. Default: 64.
+        sink_blocks: number of first blocks that every row also keeps. Default: 1.
+        local_blocks: number of blocks back from the diagonal that every row also keeps, at least 1.
+            Default: 1.
         softmax_scale: factor of the scores. Default: ``head_dim ** -0.5``.
 
     Returns:
-        a layout of ``heads_q`` heads, for each sequence its own if there are several.
+        a layout of ``heads_q`` heads; with several sequences, each has its own.
 
     Raises:
-        TypeError, ValueError: on an argument.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape or a range is wrong.
     """
     sides, _, rows = _geometry(q, k, block_size, "bottom-right")
     for name, value, least in (
@@ -137,7 +142,7 @@ def vertical_slash_blocks(
 
     row = torch.arange(rows, device=q.device)[:, None]
     first, last = _diagonal(row, sides)
-    # a diagonal crosses so many blocks of a row at most
+    # a diagonal crosses at most so many blocks of a row
     width = cdiv(sides[0] - 1, sides[1]) + 1
     step = torch.arange(width, device=q.device)
     begin = row[..., None] * sides[0] - far[:, :, None, :, None]
@@ -155,14 +160,14 @@ def vertical_slash_blocks(
 
 
 def _sums(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return what the last queries attend to, by key and by distance: [batch, heads, seqlen_k]."""
+    """Sum the last queries' attention by key and by distance, each [batch, heads, seqlen_k]."""
     (batch, count, heads, _), tokens = q.shape, k.shape[1]
     q = q.float().reshape(batch, count, k.shape[2], -1, q.shape[3])
     scores = torch.einsum("bihgd,bjhd->bhgij", q, k.float()).flatten(1, 2) * scale
     place = torch.arange(count, device=q.device)[:, None] + (tokens - count)
     hidden = torch.arange(tokens, device=q.device) > place
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    # rows shifted against each other, so that a distance is a column: no atomics
+    # shift the rows against each other, so that each distance is a column: no atomics are needed
     wide = torch.nn.functional.pad(p, (count, 0)).contiguous()
     apart = tokens + count + 1
     shifted = wide.flatten(-2).as_strided(
@@ -173,7 +178,7 @@ def _sums(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _geometry(q: Any, k: Any, block_size: Any, align: Any) -> tuple[tuple[int, int], int, int]:
-    """Check queries and keys; return a block's sides, where queries begin, and rows."""
+    """Check q and k; return the block size, the first query's position, and the number of rows."""
     for name, x in (("q", q), ("k", k)):
         check_tensor(name, x)
         if x.ndim != 4 or 0 in x.shape:
@@ -217,7 +222,7 @@ def _diagonal(row: Tensor, sides: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def _layout_of(chosen: Tensor, sides: tuple[int, int], cols: int) -> BlockSparseLayout:
-    """Make a layout of the columns of each row; of one sequence it is for all."""
+    """Make a layout of the columns of each row; for one sequence it has no batch."""
     if chosen.shape[0] == 1:
         chosen = chosen[0]
     return BlockSparseLayout.from_indices(chosen, sides, num_cols=cols)

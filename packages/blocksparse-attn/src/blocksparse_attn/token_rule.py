@@ -1,4 +1,4 @@
-"""Which keys of its kept blocks a query sees, for layouts whose blocks are not kept whole."""
+"""Token rules: which keys of its kept blocks each query sees."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from ._layout.kept_lists import NAMESPACE
 from ._linked.host.arguments import is_int, kind
 from ._linked.host.operators import register
 
-# behind the last key of every sequence
+# after the last key of every sequence
 END = 2**31 - 1
-# how a part of a rule begins; its numbers or its tensor follow
+# the first element of a part of a rule; its numbers or its tensor follow
 KINDS = (("window",), ("document",), ("prefix",))
 
 
 class TokenRule:
-    """For each position of a query, the range of keys that it sees of the blocks its row keeps.
+    """For each position of a query, the range of keys that it sees in its kept blocks.
 
-    A layout with a rule hides every key outside of the range, also in blocks that the range holds
-    none of; those cost time all the same, so a layout should not keep them. Positions are those of
-    the layout's rows: a query's place among the keys, or, with ``align="top-left"``, among the
-    queries. ``causal=True`` in a call hides what is behind the diagonal besides.
+    A layout with a rule hides every key outside the range. A kept block without a key in the range
+    still costs time, so a layout should not keep it. Positions are those of the layout's rows: they
+    count keys, or with ``align="top-left"`` queries. ``causal=True`` in a call hides the keys after
+    the diagonal as well.
 
-    Rules are made by :meth:`causal`, :meth:`window`, :meth:`document` and :meth:`prefix`, and
-    ``one & other`` sees what both see. A rule never changes: it copies the tensors it is given.
+    :meth:`causal`, :meth:`window`, :meth:`document` and :meth:`prefix` make rules; with
+    ``one & other`` a query sees the keys that both rules let it see. A rule never changes: it
+    copies its tensors.
     """
 
     def __init__(self, *parts: tuple[Any, ...]) -> None:
@@ -45,11 +46,11 @@ class TokenRule:
 
     @classmethod
     def window(cls, left: int, right: int) -> TokenRule:
-        """See ``left`` keys before the query's position, itself, and ``right`` keys behind it.
+        """See ``left`` keys before the query's position, the key at it, and ``right`` keys after.
 
         Args:
-            left: how many keys, or -1 for all.
-            right: likewise.
+            left: number of keys before the position, or -1 for all.
+            right: number of keys after the position, or -1 for all.
         """
         for name, value in (("left", left), ("right", right)):
             if not is_int(value):
@@ -60,26 +61,27 @@ class TokenRule:
 
     @classmethod
     def document(cls, cu_seqlens: Tensor) -> TokenRule:
-        """See the keys of the query's own document, where a sequence is made up of several.
+        """See the keys of the query's own document, for sequences of several documents.
 
-        Positions ahead of the first document and behind the last see nothing.
+        Positions before the first document and after the last see no key.
 
         Args:
-            cu_seqlens: where documents begin within a sequence, and where the last ends, int32 or
-                int64 ``[documents + 1]``, or ``[batch, documents + 1]`` if each sequence has its
-                own; they must not decrease. On a GPU that is the caller's duty.
+            cu_seqlens: offsets of the documents within a sequence, int32 or int64
+                ``[documents + 1]``, or ``[batch, documents + 1]`` if each sequence has its own.
+                They must not decrease; on a GPU this is not checked.
         """
         _check_tensor("cu_seqlens", cu_seqlens, (1, 2), "[documents + 1]")
         return cls(("document", cu_seqlens.clone()))
 
     @classmethod
     def prefix(cls, lengths: int | Tensor) -> TokenRule:
-        """See the first ``lengths`` keys, and those up to the query's position (a prefix LM).
+        """See the first ``lengths`` keys, and the keys up to the query's position (a prefix LM).
 
-        To be used with ``causal=False``, which would hide the rest of the prefix from itself.
+        Use it with ``causal=False``: ``causal=True`` would hide the keys of the prefix after each
+        query.
 
         Args:
-            lengths: keys of the prefix: an int, or int32 or int64 ``[batch]``.
+            lengths: number of keys of the prefix: an int, or int32 or int64 ``[batch]``.
         """
         if isinstance(lengths, Tensor):
             _check_tensor("lengths", lengths, (1,), "[batch]")
@@ -91,7 +93,7 @@ class TokenRule:
         return cls(("prefix", lengths))
 
     def __and__(self, other: TokenRule) -> TokenRule:
-        """See what both rules see."""
+        """See the keys that both rules let a query see."""
         if not isinstance(other, TokenRule):
             return NotImplemented
         return TokenRule(*self._parts, *other._parts)
@@ -100,14 +102,14 @@ class TokenRule:
         return " & ".join(f"TokenRule.{name}{values}" for name, *values in self._parts)
 
     def bounds(self, positions: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return the first and the last key that each position sees; none if the last is less.
+        """Return the first and the last key that each position sees; no key if first > last.
 
         Args:
-            positions: how many.
-            device: where the result lives; tensors of the rule must be there.
+            positions: number of positions.
+            device: device of the result; tensors of the rule must be on it. Default: "cpu".
 
         Returns:
-            int32 ``[batch, positions, 2]``, with a batch of 1 if all sequences have one rule.
+            int32 ``[batch, positions, 2]``, with a batch of 1 if all sequences share the rule.
         """
         check_count("positions", positions, 0)
         device = torch.empty(0, device=device).device  # with its index
@@ -159,7 +161,7 @@ def _token_bounds(values: Tensor, of_documents: bool, positions: int) -> Tensor:
         return torch.stack([torch.zeros_like(high), high], -1).int()
     starts = values.long().view(-1, values.shape[-1])
     place = position.expand(len(starts), -1).contiguous()
-    # of documents that begin at one place all but the last are empty
+    # if several documents begin at one position, all but the last are empty
     after = torch.searchsorted(starts.contiguous(), place, right=True)
     last = starts.shape[1] - 1
     is_there = (after > 0) & (after <= last)
@@ -174,7 +176,7 @@ def _token_bounds_fake(values: Tensor, of_documents: bool, positions: int) -> Te
 
 
 def _check_bounds(values: Tensor, of_documents: bool, positions: int) -> None:
-    """Name the first value of a CPU tensor that no rule can have."""
+    """Raise for the first value of a CPU tensor that is out of range."""
     name = "cu_seqlens" if of_documents else "lengths"
     low = torch.zeros_like(values)
     if of_documents:

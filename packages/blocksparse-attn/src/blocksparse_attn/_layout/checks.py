@@ -1,4 +1,7 @@
-"""Checks of what a layout is made of; only :func:`validate_csr` reads device data."""
+"""Checks of the arguments from which layouts are made.
+
+Only :func:`validate_csr` reads device data.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_indices(name: str, x: Any) -> None:
-    """Check a tensor of indices, but for its shape and values."""
+    """Check type and dtype of a tensor of indices."""
     check_tensor(name, x)
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
 
 
 def check_block_size(block_size: Any) -> tuple[int, int]:
-    """Check the sides of a block; return them for queries and for keys."""
+    """Check a block size; return it as ``(q, k)``."""
     sides = block_size
     if isinstance(block_size, int):
         sides = (block_size, block_size)
@@ -38,7 +41,7 @@ def check_block_size(block_size: Any) -> tuple[int, int]:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Check a number of things."""
+    """Check an int that must be at least ``least``."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -46,7 +49,7 @@ def check_count(name: str, value: Any, least: int) -> None:
 
 
 def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype: Any) -> None:
-    """Check what the calls have in common that a layout of ``num_heads`` is prepared for."""
+    """Check the arguments of ``BlockSparseLayout.prepare`` for a layout of ``num_heads``."""
     if dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype!r}"
@@ -61,7 +64,7 @@ def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype
 
 
 def is_top_left(align: Any) -> bool:
-    """Check how queries are aligned to a layout's rows; say whether by the first one."""
+    """Check ``align``; return whether it is "top-left"."""
     if align not in ("bottom-right", "top-left"):
         raise ValueError(f"align must be 'bottom-right' or 'top-left', got {align!r}")
     return bool(align == "top-left")
@@ -75,7 +78,7 @@ def check_local_strided(
     head_range: Any,
     homo_head: Any,
 ) -> tuple[int, int]:
-    """Check the numbers of the local and strided pattern; return its first head, and the end."""
+    """Check the arguments of the local and strided pattern; return the range of its heads."""
     for name, value, least in (
         ("num_heads", num_heads, 1),
         ("max_seqlen", max_seqlen, 0),
@@ -97,7 +100,7 @@ def check_local_strided(
 
 
 def check_csr(crow: Any, col: Any, ndims: tuple[int, ...] = (2, 3)) -> None:
-    """Check the tensors of compressed rows, but for their values."""
+    """Check ``crow`` and ``col``, except their values."""
     for name, x in (("crow", crow), ("col", col)):
         check_indices(name, x)
         if x.ndim not in ndims or 0 in x.shape[:-1]:
@@ -119,7 +122,7 @@ def check_csr(crow: Any, col: Any, ndims: tuple[int, ...] = (2, 3)) -> None:
 
 
 def check_alike(layouts: Any) -> None:
-    """Check that layouts may be those of the sequences of one batch."""
+    """Check that layouts can be joined to the layout of a batch."""
     if not isinstance(layouts, Sequence) or not layouts:
         raise ValueError(f"layouts must be a sequence of one layout or more, got {layouts!r}")
     first = layouts[0]
@@ -150,7 +153,7 @@ def check_mask(mask: Any) -> None:
 
 
 def validate_csr(crow: Tensor, col: Tensor, cols: int) -> None:
-    """Check the values of compressed rows on the host, and name the first that is wrong."""
+    """Check the values of ``crow`` and ``col`` on the host; the error names the first wrong one."""
     crow, col = crow.cpu().long(), col.cpu().long()
     for place in itertools.product(*map(range, crow.shape[:-1])):
         _validate_head(", ".join(map(str, place)), crow[place], col[place], cols)

@@ -1,4 +1,4 @@
-"""Compressed rows of the columns that rows list, as a selector of top-k blocks returns them."""
+"""Compressed rows from a list of columns per row, as a selector of top-k blocks returns it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .kept_lists import NAMESPACE
 
 
 def check_columns(indices: Any, counts: Any) -> None:
-    """Check the columns that rows list, but for their values."""
+    """Check ``indices`` and ``counts``, except their values."""
     check_indices("indices", indices)
     if counts is not None:
         check_indices("counts", counts)
@@ -36,7 +36,7 @@ def check_columns(indices: Any, counts: Any) -> None:
 
 
 def _check_values(indices: Tensor, counts: Tensor | None, cols: int) -> None:
-    """Name the first column of a CPU tensor that there is not."""
+    """Raise for the first count or column of a CPU tensor that is out of range."""
     if counts is not None:
         wrong = ((counts < 0) | (counts > indices.shape[-1])).nonzero()
         if len(wrong):
@@ -62,13 +62,13 @@ def _listed(indices: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def _csr(indices: Tensor, counts: Tensor | None, cols: int) -> tuple[Tensor, Tensor]:
-    """Count, add up and scatter: nothing is sorted, and the host looks at no value."""
+    """Count, sum and scatter: nothing is sorted, and the host reads no value."""
     *leading, rows, k = indices.shape
     listed = _listed(indices, counts)
     crow = indices.new_zeros((*leading, rows + 1), dtype=torch.int32)
     crow[..., 1:] = listed.sum(-1).cumsum(-1)
     listed = listed.flatten(-2)
-    # what there is not stays recognisable in 32 bits, and is ignored
+    # columns out of range stay out of range in 32 bits; kernels ignore them
     values = indices.flatten(-2).clamp(-2, cols).to(torch.int32)
     place = torch.where(listed, listed.cumsum(-1) - 1, rows * k)
     col = torch.full((*leading, rows * k + 1), -1, dtype=torch.int32, device=indices.device)

@@ -1,4 +1,4 @@
-"""Which lists the kernels of a platform want, as the tiles decide; a layout keeps what was made."""
+"""The lists that the kernels of a platform need; a layout keeps those that were made."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from ..layout import BlockSparseLayout
 
 NAMESPACE = free_namespace(__name__, "plan")
-# dynamo traces a constant, and no cached function
+# a constant, because dynamo does not trace cached functions
 _INTERPRETED = interpreted()
-# threads that make lists for one layout keep it one after the other
+# threads that make lists for one layout store them one after the other
 _keeping = threading.Lock()
 
 
 def spec_of(kind: str, platform: Platform, pattern: Pattern, form: ListForm) -> ListSpec:
-    """Return what the lists of one kernel are made from, besides the layout.
+    """Return the specification of one kernel's lists.
 
     Args:
-        kind: "tall" and "short", the forward's tiles of many queries and of a few; "portable",
-            of many queries for the calls that ``walks_whole_blocks`` refuses; "dq"; "dkdv";
-            "pairs", of the backward for Hopper.
+        kind: "tall" or "short": the forward's tiles of many queries or of a few. "portable": tiles
+            of many queries in calls that ``walks_whole_blocks`` refuses. "dq" or "dkdv": the
+            portable backward. "pairs": the Hopper backward.
         platform: where the kernel runs.
-        pattern: what depends on the layout.
-        form: what depends on the call.
+        pattern: the properties of the layout.
+        form: the properties of the call.
     """
     group, head_dim, itemsize, causal = form
     is_shared, block_q, block_k = pattern.is_shared, pattern.block_q, pattern.block_k
@@ -78,7 +78,7 @@ def make_lists(
     spec: ListSpec,
     rule: Tensor | None = None,
 ) -> Lists | Pairs:
-    """Return the lists of a layout."""
+    """Make lists of a layout."""
     from .kernels import planning
 
     if spec.paired:
@@ -87,33 +87,33 @@ def make_lists(
 
 
 def walks_lists(device: torch.device) -> bool:
-    """Return whether attention on a device runs kernels, which walk lists."""
+    """Say whether attention on a device runs kernels, which need lists."""
     return device.type == "cuda" or (device.type == "cpu" and _INTERPRETED)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Say whether a CUDA graph records what is computed now, for later: nothing may be kept."""
+    """Say whether a CUDA graph is being captured: its results must not be kept."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def stream_of(q: Any) -> int:
-    """Return the stream that a call runs on, as a number; 0 where there is none to tell."""
+    """Return the number of the stream that a call runs on; 0 if it has none."""
     if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda):
         return 0
     return current_stream(q.get_device())
 
 
 class Readiness(NamedTuple):
-    """When all lists of a layout are there, and which streams wait for that."""
+    """The event after which all lists of a layout are ready, and the streams that wait for it."""
 
     event: torch.cuda.Event
     streams: set[int]
 
 
 def join(layout: BlockSparseLayout) -> None:
-    """Let the current stream wait for the lists that other streams made, once.
+    """Let the current stream wait, once, for the lists that other streams made.
 
-    A capture cannot wait for what it does not hold; PyTorch waits for the device ahead of one.
+    A capture cannot wait for an event outside it; PyTorch waits for the device before a capture.
     """
     ready = layout._ready
     if ready is None or is_capturing(layout.device):
@@ -123,29 +123,29 @@ def join(layout: BlockSparseLayout) -> None:
         stream.wait_event(ready.event)
         for lists in list(layout._kept_lists.values()):
             for part in lists:
-                # the memory is not to be given away while this stream may read it
+                # the allocator must not reuse the memory while this stream may read it
                 part.record_stream(stream)
         ready.streams.add(stream.cuda_stream)
 
 
 def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
-    """Keep lists that the current stream has made with their layout, and when they are there.
+    """Keep lists that the current stream has made with their layout, and record an event.
 
-    One event tells of all lists: each stream waits for the last one before its own.
+    One event covers all lists: each stream waits for the previous event before it records its own.
     """
     with _keeping:
         if layout.device.type == "cuda":
             join(layout)
             stream = torch.cuda.current_stream(layout.device)
             layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
-        # who finds them finds the event
+        # publish the lists last: whoever sees them must also see the event
         layout._kept_lists.update(dict.fromkeys(keys, lists))
 
 
 def lists_for(
     layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
 ) -> tuple[Tensor, ...]:
-    """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
+    """Return the lists that a kernel walks; the first call makes them, the layout keeps them."""
     form = ListForm(group, head_dim, itemsize, causal)
     key = (kind, *form)
     kept = layout._kept_lists
@@ -154,7 +154,7 @@ def lists_for(
     if key in kept:
         return kept[key]
     if torch.compiler.is_compiling() or is_transformed():
-        # what they make must not be kept, and kernels take no tensors of a transform
+        # traced tensors must not be kept, and kernels cannot take a transform's tensors
         made = getattr(torch.ops, NAMESPACE).plan.default(
             *map(layout._by_sequence, (layout._crow, layout._col)),
             *layout._pattern[2:6],
@@ -169,7 +169,7 @@ def lists_for(
     if lists is not None:
         kept[key] = lists
         return lists
-    # a call that trains may come to them later
+    # a later call with gradients may use these lists
     with torch.inference_mode(False):
         block_size = pattern.block_q, pattern.block_k
         made_of = layout._crow, layout._col, pattern.cols, block_size
@@ -186,7 +186,7 @@ def prepare_lists(
     paged: bool,
     top_left: bool,
 ) -> None:
-    """Make the lists of calls to come, for one call's arguments of ``lists_for``."""
+    """Make the lists of later calls; ``form`` holds the arguments of ``lists_for``."""
     if not walks_lists(layout.device):
         return
     _, head_dim, itemsize, causal = form

@@ -1,13 +1,12 @@
-"""What kernels walk of a layout: for every tile the blocks that it has to visit, in order.
+"""Structure and sizes of lists: for every tile, the blocks that a kernel visits, in order.
 
-Their structure and sizes stand here. ``_layout/kernels/planning.py`` makes lists, and "Lists" in
-``docs/how-it-works.md`` shows them by an example. Sizes are bounds that shapes give, so that the
-host waits for nothing.
+``_layout/kernels/planning.py`` makes lists; "Lists" in ``docs/how-it-works.md`` has an example.
+Sizes are upper bounds from shapes, so that the host need not wait for the device.
 
-A *list* belongs to an owner, which is a tile of queries of one head (or of several that share
-keys), or, transposed, a tile of keys. Its *items* are the key blocks to visit (or the query
-blocks), sorted, each once, and first those that every *member* of the owner sees whole: they need
-no mask. Members are the rows of blocks that a tile holds, or the heads.
+A *list* belongs to an *owner*: a tile of queries of one head (or of several that share keys), or a
+tile of keys. Its *items* are the key blocks (or query blocks) to visit, each once. First come the
+items that every *member* of the owner sees whole, which need no mask; each part is sorted. Members
+are the rows of blocks of a tile, or its heads.
 """
 
 from __future__ import annotations
@@ -18,24 +17,22 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-# of the backward for Hopper: tokens of a block, of queries and of keys
+# the Hopper backward: tokens per block of queries and per block of keys
 SIDE = 64
-# what a block of keys is seen by without its neighbours stays with them up to so many items
+# up to so many items that see a block of keys without its neighbour stay with the neighbours
 KEPT = 16
-# rows of blocks are less
+# an item is head * HEAD + row; rows of blocks are less than HEAD
 HEAD = 1 << 16
-# steps of a program that owns neighbours, and of one that owns others
+# most steps of a program that owns neighbours, and of one that owns other blocks
 LONGEST = 96
 SHORTER = 48
-# what programs have in common when the order among them does not matter: blocks of queries in which
-# they begin, so that those at work share what is in the cache, and steps
+# programs count as equal in the sort if they begin in the same WINDOW blocks of queries, so that
+# programs at work share the cache, and if their steps differ by less than ALIKE
 WINDOW = 128
 ALIKE = 4
-# blocks of queries of the heads with one list whose programs are mixed
+# programs of heads that share a list are interleaved, up to so many blocks of queries in all
 MIXED = 256
-
-
-# more than a list has items
+# no list has so many items
 COUNTED = 1 << 21
 
 
@@ -43,56 +40,57 @@ class Lists(NamedTuple):
     """Items of every owner; owner ``list * owners + tile`` has ``items[begin[o]:begin[o + 1]]``."""
 
     begin: Tensor  # int64 [lists * owners + 1]
-    # int64 [lists * owners]: how many of the first items need no mask; see ``ListSpec.halves``
+    # int64 [lists * owners]: number of the first items that need no mask; see ``ListSpec.halves``
     whole: Tensor
     items: Tensor  # int32 [bound + 1]
-    members: Tensor  # int32 [bound + 1]: bit m says that member m sees the item
+    members: Tensor  # int32 [bound + 1]: bit m: member m sees the item
 
 
 class Pairs(NamedTuple):
-    """What the programs of the Hopper backward walk: program ``p`` from ``items[begin[4 * p]]`` on.
+    """The lists of the Hopper backward; program ``p`` begins at ``items[begin[4 * p]]``.
 
-    A program owns two blocks of 64 keys, and multiplies blocks of queries with both at once, or, of
-    queries that only one of them sees, one with either. The latter takes twice the traffic, and
-    comes to as many steps as the longer of two lists, so a program should own blocks that the same
-    queries see. Neighbours mostly are: of a band all but the ends. What one of two neighbours sees
-    alone, as a column in a stride, is walked by a second program if that owns another such block
-    that the same queries see, or if the other neighbour has no such list to walk beside it. Long
-    walks are cut, so that no program runs much longer than others; what several programs find of
-    one block of keys is added up.
+    A program owns two blocks of 64 keys. Blocks of queries that see both are multiplied with both
+    at once. For queries that see only one, the two warpgroups take different blocks of queries:
+    that takes twice the traffic, and as many steps as the longer of the two lists. So a program
+    should own blocks that the same queries see. Neighbours mostly are such blocks: all but the ends
+    of a band. If many queries see one of two neighbours without the other, as in a column of a
+    stride, a further program walks them, provided that it owns another such block that the same
+    queries see, or that the other neighbour has no such list to walk at the same time. Long walks
+    are cut, so that no program runs much longer than the rest; the contributions of several
+    programs to one block of keys are summed.
 
-    A block of 64 is part of a block of the layout, or several of them, its *pieces*. What sees no
-    more than half of such a block is moved, if it is much, to blocks that are put together from
-    anywhere: columns of a stride, which the same queries see, fill one between them.
+    A block of 64 tokens is a part of a block of the layout, or several blocks, its *pieces*. If
+    many items see at most half of the pieces of such a block, these pieces move to blocks that are
+    put together from pieces of any position: columns of a stride that the same queries see.
 
-    An item is ``head * HEAD + row``, the head in its group. They have four parts: items that both
-    blocks see whole; those that both see, but not whole; those of the first block alone; those of
-    the second.
+    An item is ``head * HEAD + row``, with the head's index in its group. Each program has four
+    parts: items that see both blocks whole; items that see both, but not whole; items that see
+    only the first block; items that see only the second block.
     """
 
     begin: Tensor  # int64 [4 * programs + 1]
-    parts: Tensor  # int64 [lists * pieces]: how many programs own a piece
+    parts: Tensor  # int64 [lists * pieces]: number of programs that own a piece
     items: Tensor  # int32 [bound + 1]
     # int32 [programs, 1 + pieces]: list and the pieces of the two blocks of keys, or -1
     owners: Tensor
-    real: Tensor  # int32 [1]: how many programs there are, the first ones
-    # int32 [bound + 1], of the first block, and 16 bits on of the second: bit ``i * n + j`` says
-    # that of n pieces of the queries the j-th sees the i-th of the keys
+    real: Tensor  # int32 [1]: number of programs; the rest up to the bound is unused
+    # int32 [bound + 1]: 16 bits for the first block, 16 for the second. With n pieces per block,
+    # bit ``i * n + j``: piece j of the queries sees piece i of the keys
     bits: Tensor
 
 
 class ListSpec(NamedTuple):
-    """What lists are made from, besides the layout."""
+    """All that determines lists, apart from the layout."""
 
     by_key: bool
-    span: int  # positions, or keys, of an owner
+    span: int  # positions, or keys, per owner
     group: int  # heads that share a list's key head
-    pack: int  # heads whose patterns a list unites, or, of pairs, that walk it in turn
+    pack: int  # heads whose patterns a list unites; for pairs, heads that walk a list one by one
     causal: bool
     paired: bool = False  # see ``Pairs``
-    # what needs a mask is in the order of who sees it: both halves of the members, the second one
-    # alone, the first alone; ``whole`` holds how many of the latter there are in units of
-    # ``COUNTED`` and of its square
+    # items that need a mask are sorted by who sees them: both halves of the members, only the
+    # second half, only the first; ``whole`` then holds the numbers of the last two kinds as well,
+    # times ``COUNTED`` and its square
     halves: bool = False
 
 
@@ -105,8 +103,8 @@ def empty_lists(
         crow: row pointers ``[heads, rows + 1]``.
         col: columns ``[heads, nnz]``.
         cols: number of key blocks.
-        block_size: of queries and of keys.
-        spec: what the lists are.
+        block_size: tokens per block, ``(q, k)``.
+        spec: the kind of lists.
     """
 
     def ints(*size: int) -> Tensor:
@@ -129,7 +127,7 @@ def empty_lists(
 
 
 def piece_of(block_size: tuple[int, int]) -> int:
-    """Return the tokens of a piece."""
+    """Return the number of tokens of a piece."""
     return min(*block_size, SIDE)
 
 
@@ -148,41 +146,41 @@ def sizes_of(
 
 
 def steps_of(steps: int, turns: int) -> int:
-    """Return how many steps a program has in one of so many turns."""
+    """Return the number of steps of a program for each of ``turns`` heads."""
     return max(steps // turns, 1)
 
 
 def heads_at_once(rows: int) -> int:
-    """Return of how many heads with one list, of so many blocks, the programs are mixed.
+    """Return for how many heads that share a list of ``rows`` rows the programs are interleaved.
 
-    The last heads' long walks then begin earlier; more heads would not fit into the cache.
+    Then the last heads' long walks begin earlier; more heads would not fit into the cache.
     """
     return max(MIXED // max(rows, 1), 1)
 
 
 def entries_of(crow: Tensor, col: Tensor, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return head, row and column of every slot of ``col``, and which are valid: not padding.
+    """Return head, row and column of every entry of ``col``, and which are valid (not padding).
 
-    All are ``[heads, nnz]``; the first three int64.
+    All are ``[heads, nnz]``; the first three are int64.
     """
     heads, nnz = col.shape
     rows = crow.shape[1] - 1
     slot = torch.arange(nnz, device=col.device).expand(heads, nnz)
     head = torch.arange(heads, device=col.device)[:, None].expand(heads, nnz)
-    # of rows that begin at one slot all but the last are empty
+    # if several rows begin at one entry, all but the last are empty
     row = torch.searchsorted(crow.long().contiguous(), slot.contiguous(), right=True) - 1
     valid = (row >= 0) & (row < rows) & (col >= 0) & (col < cols)
     return head, row, col.long(), valid
 
 
 def dense_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:
-    """Return the mask of blocks, bool ``[heads, rows, cols]``, or with a batch ahead."""
+    """Return the mask of blocks, bool ``[heads, rows, cols]`` or ``[batch, heads, rows, cols]``."""
     leading = crow.shape[:-1]
     crow, col = crow.flatten(0, -2), col.flatten(0, -2)
     head, row, column, valid = entries_of(crow, col, cols)
     shape = (crow.shape[0], crow.shape[1] - 1, cols)
     size = shape[0] * shape[1] * shape[2]
-    # one more for what is not valid
+    # one more element, for invalid entries
     dense = torch.zeros(size + 1, dtype=torch.bool, device=crow.device)
     at = (head * shape[1] + row) * shape[2] + column
     dense[torch.where(valid, at, size)] = True
@@ -190,13 +188,13 @@ def dense_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:
 
 
 def common_bounds(rule: Tensor, block_q: int) -> Tensor:
-    """Return the range of keys that a row of blocks sees whole, of all sequences: [rows, 2]."""
+    """Return the keys that all queries of a row of blocks see, in all sequences: [rows, 2]."""
     low, high = rule.view(len(rule), rule.shape[1] // block_q, block_q, 2).unbind(-1)
     return torch.stack([low.amax((0, 2)), high.amin((0, 2))], 1)
 
 
 def whole_in_rule(rule: Tensor, cols: int, block_size: tuple[int, int]) -> Tensor:
-    """Return of which blocks a rule hides nothing, bool ``[rows, cols]``."""
+    """Return the blocks in which a token rule hides nothing, bool ``[rows, cols]``."""
     low, high = common_bounds(rule, block_size[0]).long().unbind(1)
     first = torch.arange(cols, device=rule.device) * block_size[1]
     return (first >= low[:, None]) & (first + block_size[1] - 1 <= high[:, None])

@@ -1,4 +1,4 @@
-"""A picture of a layout; matplotlib is imported when it is asked for."""
+"""A picture of a layout; matplotlib is imported at the first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._linked.host.versions import need
 
 
 def draw(kept: Tensor, block_size: tuple[int, int], title: str, ax: Any) -> Any:
-    """Draw a mask of blocks, ``[rows, cols]``, in axes or in new ones, and return them."""
+    """Draw a mask of blocks, ``[rows, cols]``, in ``ax`` or in new axes; return the axes."""
     if ax is None:
         need("matplotlib", (3, 0), "BlockSparseLayout.plot")
         from matplotlib import pyplot

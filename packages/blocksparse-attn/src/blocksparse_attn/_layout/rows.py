@@ -1,4 +1,4 @@
-"""Compressed rows of block patterns, and statistics, in plain PyTorch on the device."""
+"""Compressed rows and statistics of block patterns, in PyTorch on the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .lists import entries_of
 
-# rows are computed together if together they visit at most so much more than apart: a tile of half
-# the rows is slower by about as much, as measured on an H200
+# rows share a tile if they then visit at most so many times the blocks that they visit in two
+# tiles: a tile of half the rows is slower by about this factor, as measured on an H200
 WORTH = 1.05
 
 
 def alike(dense: Tensor, together: int) -> Tensor:
-    """Say whether ``together`` rows are better computed at once than as two halves."""
+    """Say whether ``together`` rows should share a tile rather than take two tiles."""
     if together < 2:
         return torch.ones((), dtype=torch.int64, device=dense.device)
     heads, rows, cols = dense.shape
@@ -35,7 +35,7 @@ def dense_csr(
 ) -> tuple[Tensor, Tensor, int | None, bool]:
     """Return ``(crow, col, max_row, rows_alike)`` of a mask ``[heads, rows, cols]``.
 
-    Without a bound of the kept blocks of a head they are counted: the host waits once.
+    If ``max_nnz`` is None, the kept blocks are counted, and the host waits once for the device.
     """
     heads, rows, cols = dense.shape
     counts = dense.sum(-1, dtype=torch.int32)
@@ -67,7 +67,7 @@ def mask_of(
     num_cols: int,
     device: torch.device | str | None,
 ) -> Tensor:
-    """Return the mask that a function of head, row and column describes."""
+    """Return the mask that a function of head, row and column computes."""
     if not callable(fn):
         raise TypeError(f"fn must be a function of head, row and column, got {type(fn).__name__}")
     row = torch.arange(num_rows, device=device)[:, None]
@@ -89,7 +89,7 @@ def mask_of(
 def density_of(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], seqlen: int | None
 ) -> float:
-    """Return the share of the causally visible blocks of a sequence that is kept."""
+    """Return the kept share of a sequence's causally visible blocks."""
     block_q, block_k = block_size
     longest = (crow.shape[1] - 1) * block_q
     length = longest if seqlen is None else min(seqlen, longest)
@@ -116,11 +116,11 @@ def local_strided_csr(
     vert_stride: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, int]:
-    """Return ``(crow, col, longest row)`` of a band and of columns, for some heads.
+    """Return ``(crow, col, longest row)`` of a band and of columns, for a range of heads.
 
-    A row keeps the columns ``begin..end`` around its diagonal, and of those before ``begin`` the
-    ones at ``vert_stride - 1 - shift``, and so on in steps of ``vert_stride``. The shift of head
-    ``first_head + i`` is so many times ``step``; without a step one head stands for all.
+    A row keeps the columns ``begin..end`` around its diagonal and, before ``begin``, every
+    ``vert_stride``-th column from ``vert_stride - 1 - shift`` on. The shift of a head is its index
+    times ``step``; with ``step`` 0 the result has one head, for all.
     """
     heads = last_head - first_head if step else 1
     block_q, block_k = block_size
@@ -137,14 +137,14 @@ def local_strided_csr(
         columns = (begin + shift[:, None]) // vert_stride
         return begin.expand_as(columns), columns, columns + (end - begin + 1)
 
-    # shifts recur, and heads whose shifts agree have one pattern
+    # shifts are periodic, and heads with equal shifts have one pattern
     period = vert_stride // math.gcd(step, vert_stride)
     distinct = min(heads, period)
 
     def shifts(where: torch.device) -> Tensor:
         return (first_head + torch.arange(distinct, device=where)) * step % vert_stride
 
-    # on the host, from what the host knows
+    # computed on the host, without the device
     counts = lengths(torch.arange(rows, device="cpu"), shifts(torch.device("cpu")))[2]
     nnz = max(int(counts.sum(-1).amax()) if counts.numel() else 0, 1)
     longest = int(counts.amax()) if counts.numel() else 0

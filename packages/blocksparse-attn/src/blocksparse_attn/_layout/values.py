@@ -1,4 +1,4 @@
-"""A layout as a value: what two that are equal have in common, and its file."""
+"""A layout as a value: its state, equality, hash, batches and files."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .lists import dense_of
 
 
 class State(NamedTuple):
-    """What a layout is made of; the names are also those of its file."""
+    """The state of a layout; its file has the same names."""
 
-    crow: Tensor  # int32 [heads of all sequences, or one for each, rows + 1]
-    col: Tensor  # int32 [heads alike, nnz]
+    crow: Tensor  # int32 [sequences * heads, rows + 1], or [sequences, rows + 1] if heads share
+    col: Tensor  # int32, [..., nnz] with the leading dimension of crow
     block_size: tuple[int, int]
     num_cols: int
     num_heads: int
     max_row: int | None = None
     rows_alike: bool = False
-    batch: int = 0  # sequences that each have a layout, or 0
+    batch: int = 0  # number of sequences if each has its own layout, else 0
     rule: Tensor | None = None  # see ``TokenRule.bounds``
 
 
 def of_heads(x: Tensor, heads: int, batch: int) -> Tensor:
-    """Write out what is held once for all heads, of each of ``batch`` sequences."""
+    """Expand a tensor that is held once for all heads, for each of ``batch`` sequences."""
     sequences = max(batch, 1)
     x = x.view(sequences, len(x) // sequences, *x.shape[1:])
     return x.expand(x.shape[0], heads, *x.shape[2:]).flatten(0, 1)
 
 
 def joined(states: list[State]) -> State:
-    """Return what a layout of a batch is made of, from what the layouts of its sequences are."""
+    """Return the state of a batch's layout, from the states of the layouts of its sequences."""
     first = states[0]
     heads = max(len(one.crow) for one in states)
     nnz = max(one.col.shape[1] for one in states)
@@ -58,7 +58,7 @@ def joined(states: list[State]) -> State:
 
 
 def _joined_rules(rules: list[Tensor | None], crow: Tensor, block_q: int) -> Tensor | None:
-    """Return the bounds of all sequences; without a rule a position sees every key."""
+    """Return the token rules' bounds of all sequences; without a rule every key is seen."""
     if all(rule is None for rule in rules):
         return None
     positions = (crow.shape[1] - 1) * block_q
@@ -67,19 +67,19 @@ def _joined_rules(rules: list[Tensor | None], crow: Tensor, block_q: int) -> Ten
 
 
 def _canonical(crow: Tensor, col: Tensor, cols: int) -> tuple[Tensor, Tensor]:
-    """Return ends of rows and columns on the host: sorted, each column once, without padding."""
+    """Return row ends and columns on the host: sorted, each column once, without padding."""
     kept = dense_of(crow, col, cols)
     return kept.sum(-1).flatten().cumsum(0).cpu(), kept.nonzero()[:, 2].cpu()
 
 
 def are_equal(mine: State, other: State) -> bool:
-    """Say whether two layouts of one form keep the same blocks."""
+    """Say whether two layouts of the same shape keep the same blocks."""
     if not _has_same_rule(mine.rule, other.rule):
         return False
     kept = []
     for state in (mine, other):
         crow, col = state.crow, state.col
-        if len(mine.crow) != len(other.crow):  # one holds once what the other writes out
+        if len(mine.crow) != len(other.crow):  # one is shared by all heads, one is per head
             crow, col = (of_heads(x, state.num_heads, state.batch) for x in (crow, col))
         kept.append(_canonical(crow, col, state.num_cols))
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*kept, strict=True))
@@ -92,10 +92,9 @@ def _has_same_rule(mine: Tensor | None, other: Tensor | None) -> bool:
 
 
 def order_sums(state: State) -> list[int]:
-    """Return numbers that depend on the order of the first head's blocks.
+    """Return numbers for a hash, from the blocks of the first head.
 
-    A pattern that is held once for all heads has the same first head as one that is written out.
-    Equality has the last word.
+    The first head is the same whether a pattern is held once for all heads or once per head.
     """
     kept = _canonical(state.crow[:1], state.col[:1], state.num_cols)
     place = (torch.arange(x.shape[0], device="cpu") * 2 + 1 for x in kept)
@@ -103,13 +102,13 @@ def order_sums(state: State) -> list[int]:
 
 
 def write(path: str | os.PathLike[str], state: State) -> None:
-    """Write what a layout is made of."""
+    """Write the state of a layout to a file."""
     held = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in state._asdict().items()}
     torch.save({**held, "block_size": list(state.block_size)}, path)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str) -> State:
-    """Read what :func:`write` wrote."""
+    """Read a file of :func:`write`."""
     held = torch.load(path, map_location=device, weights_only=True)
     found = set(held) if isinstance(held, dict) else {type(held).__name__}
     # files of version 1.0.0 have neither a batch nor a rule

@@ -15,31 +15,31 @@ from .._linked.host.arguments import check_flag
 from ..layout import BlockSparseLayout
 from ..token_rule import END
 
-# tokens of cut blocks whose mask is computed at once
+# the mask of so many pairs of tokens in cut blocks is computed at once
 AT_ONCE = 2**24
 
 
 def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> BlockSparseLayout:
     """Make a layout of the blocks that a block mask does not skip.
 
-    Attention over the layout is the same as over the mask, with ``causal=False``. If the mask hides
-    nothing in the blocks that it keeps but what lies behind the diagonal, the layout has no token
-    rule, and attention over it is the same with ``causal=True``. If it leaves a range of keys to
-    each query, the same for all heads, the layout's token rule says so, as of windows, documents
-    and prefixes. The host waits for the device to see which.
+    Attention over the layout with ``causal=False`` equals attention over the mask, with one
+    exception: if the mask hides exactly the keys after the diagonal in its kept blocks, the layout
+    has no token rule, and must be used with ``causal=True``. If the mask leaves each query one
+    range of keys, the same for all heads (windows, documents, prefixes), the layout gets a token
+    rule. The host waits for the device to find this out.
 
     Args:
-        block_mask: with one batch entry, and a block size of 16, 32, 64 or 128 on either side.
-        approximate: take every block that is kept as whole, or, with ``causal=True``, up to the
-            diagonal, whatever else ``mask_mod`` hides in it. Default: False.
+        block_mask: a block mask with one batch entry and block sizes of 16, 32, 64 or 128.
+        approximate: treat every kept block as whole (with ``causal=True``, up to the diagonal),
+            whatever else ``mask_mod`` hides in it. Default: False.
 
     Returns:
-        a layout of as many heads as the mask has; one serves all.
+        a layout with the heads of the mask; one head is for all query heads.
 
     Raises:
-        TypeError: if ``block_mask`` is none, or ``approximate`` is no bool.
-        ValueError: on several batch entries, on another block size, or where a query does not see
-            one range of the keys that are kept, unless ``approximate`` is set.
+        TypeError: if ``block_mask`` is not a ``BlockMask``, or ``approximate`` is not a bool.
+        ValueError: if there are several batch entries, if a block size is not supported, or,
+            without ``approximate``, if a query does not see one range of the kept keys.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
@@ -72,13 +72,13 @@ def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> Bloc
     return layout._with_bounds(bounds[None])
 
 
-# places of some cut blocks, [blocks, 3]; and of their tokens queries, keys, and what is seen, which
-# broadcast to [blocks, queries, keys]
+# (head, row, col) of cut blocks, [blocks, 3]; then the queries, the keys and the mask of their
+# tokens, which broadcast to [blocks, queries, keys]
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _tokens_of(block_mask: BlockMask, cut: Tensor) -> Iterator[Tokens]:
-    """Compute the mask of cut blocks, of a few at a time."""
+    """Compute the mask of cut blocks, a few blocks at a time."""
     block_q, block_k = block_mask.BLOCK_SIZE
     length_q, length_k = block_mask.seq_lengths
     queries, keys = (torch.arange(side, device=cut.device) for side in (block_q, block_k))
@@ -87,21 +87,21 @@ def _tokens_of(block_mask: BlockMask, cut: Tensor) -> Iterator[Tokens]:
         head, row, col = places[:, :, None, None].unbind(1)
         query, key = row * block_q + queries[:, None], col * block_k + keys
         shape = len(places), block_q, block_k
-        # a mask may look tokens up, which are no more than there are
+        # a mask_mod may index tensors by token, so tokens past the end are clamped
         inside = query.clamp(max=length_q - 1), key.clamp(max=length_k - 1)
         given = (x.expand(shape).flatten() for x in (torch.zeros_like(head), head, *inside))
         seen = torch.vmap(block_mask.mask_mod)(*given).view(shape)
-        # tokens that there are not are the last one again, and see and are seen as that
+        # tokens past the end have the mask of the last token
         yield places, *inside, seen
 
 
 def _are_whole(block_mask: BlockMask, cut: Tensor) -> bool:
-    """Say whether nothing is hidden in cut blocks."""
+    """Say whether the mask hides nothing in cut blocks."""
     return all(bool(seen.all()) for *_, seen in _tokens_of(block_mask, cut))
 
 
 def _are_causal(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> bool:
-    """Say whether nothing but what lies behind the diagonal is hidden in blocks that are kept."""
+    """Say whether the mask hides exactly the keys after the diagonal in kept blocks."""
     block_q, block_k = block_mask.BLOCK_SIZE
     _, row, col = whole.nonzero().unbind(1)
     if bool(((col + 1) * block_k - 1 > row * block_q).any()):
@@ -121,7 +121,7 @@ def _bounds_of(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> Tensor:
         place = query.flatten()
         low.scatter_reduce_(0, place, torch.where(seen, key, END).amin(2).flatten(), "amin")
         high.scatter_reduce_(0, place, torch.where(seen, key, -1).amax(2).flatten(), "amax")
-    # of whole blocks of all heads the first and the last column
+    # the first and the last column of the whole blocks of all heads
     column = torch.arange(whole.shape[2], device=whole.device)
     first = torch.where(whole, column * block_k, END).amin((0, 2))
     last = torch.where(whole, (column + 1) * block_k - 1, -1).amax((0, 2))
@@ -131,7 +131,7 @@ def _bounds_of(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> Tensor:
 
 
 def _whole_blocks(block_mask: BlockMask) -> Tensor:
-    """Return which blocks a mask keeps whole, ``[heads, rows, cols]``."""
+    """Return which blocks a block mask keeps whole, ``[heads, rows, cols]``."""
     count, columns = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     heads, rows, cols = block_mask.to_dense().shape[1:]
     whole = torch.zeros(
@@ -145,16 +145,20 @@ def _whole_blocks(block_mask: BlockMask) -> Tensor:
 
 
 def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True) -> BlockMask:
-    """Make the block mask that attends to what a layout keeps, for as many queries as keys.
+    """Make the block mask of a layout, for as many queries as keys.
 
     Args:
-        layout: its rows must cover ``seqlen`` positions.
+        layout: a layout whose rows cover ``seqlen`` positions.
         seqlen: length of the sequences.
-        causal: hide keys behind a query. Default: True.
+        causal: hide keys after a query. Default: True.
 
     Returns:
-        a block mask on the layout's device, of its heads: for several query heads of one pattern
-        the one head is broadcast.
+        a block mask on the layout's device, with its heads; the head of a layout with one head is
+        broadcast.
+
+    Raises:
+        NotImplementedError: if each sequence has its own layout or token rule.
+        ValueError: if the layout does not cover ``seqlen``.
     """
     if layout.batch is not None:
         raise NotImplementedError(
@@ -198,7 +202,7 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
 
 
 def _ordered(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks in each row, and their columns ahead of all others."""
+    """Return the number of kept blocks in each row, and all columns, kept columns first."""
     count = kept.sum(-1, dtype=torch.int32)
     columns = torch.argsort(kept.int(), dim=-1, descending=True, stable=True)
     return count[None], columns.int()[None].contiguous()

@@ -1,8 +1,8 @@
-"""Kernels that make lists of a layout: mark the kept blocks as bits, count them, write them out.
+"""Kernels that make lists of a layout: mark the kept blocks as bits, count them, write the items.
 
-Bits take the place of a sort. They come out in order, repeated columns are one bit, and one bit per
-block of the grid is little beside the tensors that attention reads. A *line* is the bits of one
-owner's member: of a row of blocks, one bit a column, or, by keys, of a column, one bit an item.
+Bits replace a sort: they come out in order, and repeated columns are one bit. One bit per block of
+the grid is little compared with the tensors that attention reads. A *line* is the bits of one
+member of an owner: a row of blocks with one bit per column, or a column with one bit per item.
 """
 
 import triton
@@ -16,7 +16,7 @@ COUNTED = tl.constexpr(1 << 21)
 
 @triton.jit
 def _row_of(slot, crow_ptr, rows, steps):
-    """Return the row that a slot of ``col`` belongs to; -1 ahead of the first one."""
+    """Return the row that an entry of ``col`` belongs to; -1 before the first row."""
     low = slot * 0
     high = low + rows + 1
     for _ in range(steps):
@@ -49,9 +49,9 @@ def bit_kernel(
     side,
     OPTIONS: tl.constexpr,
 ):
-    """``bits[line, item] = 1`` of all kept blocks; a program reads one head's ``BLOCK`` slots.
+    """``bits[line, item] = 1`` of all kept blocks; a program reads ``BLOCK`` entries of one head.
 
-    A block is ``parts_q`` x ``parts_k`` pieces, each with a bit of its own.
+    A block is ``parts_q`` x ``parts_k`` pieces, each with its own bit.
     """
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     head = tl.program_id(0) // chunks
@@ -83,7 +83,7 @@ def bit_kernel(
 
 @triton.jit
 def _is_in_rule(tile, item, common_ptr, numbers, OPTIONS: tl.constexpr):
-    """Say of which items the rule hides nothing from an owner."""
+    """Say in which items the token rule hides nothing from an owner."""
     if OPTIONS.BY_KEY:
         row = item // numbers.group
         first = item * 0 + tile * numbers.span
@@ -109,9 +109,9 @@ def _is_between(first, last, row, is_there, common_ptr):
 
 @triton.jit
 def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr):
-    """Return what an owner's members see of a chunk of items, and which items need no mask.
+    """Return which members of an owner see each item of a chunk, and which items need no mask.
 
-    Both are ``[BLOCK]``: member bits, which are 0 of items that nobody sees, and booleans.
+    Both are ``[BLOCK]``: member bits, which are 0 if no member sees the item, and booleans.
     """
     MEMBERS: tl.constexpr = OPTIONS.MEMBERS
     BLOCK: tl.constexpr = OPTIONS.BLOCK
@@ -140,7 +140,7 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
         seen |= (bits >> item % 32 & 1) << member
     is_whole = seen == (tl.full([], 1, tl.int32) << held) - 1
     if OPTIONS.IS_CAUSAL:
-        # clear of the diagonal: left of the first position, or below the last key
+        # whole items do not touch the diagonal: before the first position, or after the last key
         if OPTIONS.BY_KEY:
             last = (tile + 1).to(tl.int64) * numbers.span - 1
             is_whole &= item >= tl.cdiv(last, numbers.block) * numbers.group
@@ -176,10 +176,10 @@ def list_kernel(
     bound,
     OPTIONS: tl.constexpr,
 ):
-    """``counts[owner, c] = len(items of chunk c)``; with ``ends``, their sums, write the items.
+    """``counts[owner, c] = len(items of chunk c)``; with ``WRITES``, write the items to ``ends``.
 
-    ``counts`` is [owners of all lists, parts, chunks]: items that need no mask, and the rest, in
-    parts of its own with ``HALVES``.
+    ``counts`` is [owners of all lists, parts, chunks]. The first part is the items that need no
+    mask; the rest is one part, or three with ``HALVES``.
     """
     numbers = ListNumbers(
         owners, chunks, items, lines, words, heads, group, packs, span, block, bound
@@ -220,7 +220,7 @@ def list_kernel(
         item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         tl.store(items_ptr + target, item, mask=seen != 0)
         tl.store(members_ptr + target, seen, mask=seen != 0)
-        # what no list needs is 0; all programs share it
+        # all programs together set unused elements to 0
         programs = tl.num_programs(0)
         total = tl.load(ends_ptr + programs.to(tl.int64) * PARTS)
         if tl.program_id(0) == 0:

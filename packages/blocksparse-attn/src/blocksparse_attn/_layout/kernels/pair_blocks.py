@@ -1,19 +1,20 @@
-"""How the backward for Hopper pairs blocks of keys: what each is seen by, and in which order.
+"""How the Hopper backward pairs blocks of keys: which items see each block, and in which order.
 
-Blocks are looked at through their *cells*: which of the block's pieces see which of an item's, a
-bit each, and 0 of an item that does not see the block. :mod:`.pairs` makes programs of the pairs.
+The *cells* of a block and an item are one bit per pair of pieces: whether the item's piece sees the
+block's piece. They are 0 if the item does not see the block. :mod:`.pairs` makes programs of the
+pairs.
 """
 
 import triton
 import triton.language as tl
 
-# blocks whose rank a program finds
+# blocks that one program ranks
 RANKED = tl.constexpr(64)
 
 
 @triton.jit
 def _field(piece, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Return which pieces of some items see one piece of keys, ``[BLOCK]``."""
+    """Return bits of the items' pieces that see one piece of keys, ``[BLOCK]``."""
     bit = item * SIDE
     line = tensors.bits_ptr + piece.to(tl.int64) * numbers.words
     word = tl.load(line + bit // 32, mask=inside, other=0)
@@ -22,7 +23,7 @@ def _field(piece, item, inside, tensors, numbers, SIDE: tl.constexpr):
 
 @triton.jit
 def _is_apart(block, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Say of which items at most half of a block of neighbours is seen, ``[BLOCK]``."""
+    """Say which items see at most half of the pieces of a block of neighbours, ``[BLOCK]``."""
     lines = item * 0
     for slot in tl.static_range(SIDE):
         field = _field(block * SIDE + slot, item, inside, tensors, numbers, SIDE)
@@ -46,13 +47,13 @@ def _neighbour(block):
 
 @triton.jit
 def _is_moved(block, tensors, numbers):
-    """Return 1 if what a block sees without its neighbour goes to a further owner, else 0."""
+    """Return 1 if the items that see a block without its neighbour move to a further owner."""
     other = _neighbour(block)
     mine = tl.load(tensors.alone_ptr + block)
     others = tl.load(tensors.alone_ptr + other)
     is_alike = tl.load(tensors.alike_ptr + tl.load(tensors.rank_ptr + block) // 2) != 0
     other_is = tl.load(tensors.alike_ptr + tl.load(tensors.rank_ptr + other) // 2) != 0
-    # where one of two neighbours moves, the other is left without what to walk beside
+    # if one of two neighbours moves, the other has no list to walk at the same time
     left = tl.where((others > numbers.kept) & other_is, 0, others)
     is_moved = (mine > numbers.kept) & (is_alike | (mine - left > numbers.kept))
     return tl.where(is_moved, 1, 0)
@@ -60,7 +61,7 @@ def _is_moved(block, tensors, numbers):
 
 @triton.jit
 def owned(owner, half: tl.constexpr, tensors, numbers):
-    """Return one of the two blocks of an owner, and whether anything of it was moved."""
+    """Return one of the two blocks of an owner, and whether items of it were moved."""
     is_further = owner >= numbers.pairs
     at = tl.where(is_further, 2 * (owner - numbers.pairs) + half, 0)
     block = tl.where(is_further, tl.load(tensors.order_ptr + at), 2 * owner + half)
@@ -69,13 +70,13 @@ def owned(owner, half: tl.constexpr, tensors, numbers):
 
 @triton.jit
 def owns(owner, moved, numbers):
-    """Say whether an owner has such a block, and not a place for one."""
+    """Say whether an owner owns the block; a further owner does only if items were moved."""
     return (owner < numbers.pairs) | (moved != 0)
 
 
 @triton.jit
 def walked(owner, half: tl.constexpr, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Return the cells of one of an owner's blocks that this owner walks, ``[BLOCK]``."""
+    """Return the cells that an owner walks, of one of its two blocks, ``[BLOCK]``."""
     block, moved = owned(owner, half, tensors, numbers)
     is_further = tl.where(owner >= numbers.pairs, 1, 0)
     alone = tl.where(moved == is_further, -1, 0)
@@ -87,7 +88,7 @@ def walked(owner, half: tl.constexpr, item, inside, tensors, numbers, SIDE: tl.c
 
 @triton.jit
 def find_apart(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Count of each piece the items that see it, and at most half of its block."""
+    """Count for each piece the items that see it and at most half of its block."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     SIDE: tl.constexpr = OPTIONS.SIDE
     for slot in tl.static_range(SIDE):
@@ -106,9 +107,9 @@ def find_apart(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def put_in_order(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Put a list's blocks in order: those seen alone by many, by the last item that does.
+    """Sort a list's blocks: those that many items see alone come first, by the last such item.
 
-    A rank is a count of those ahead; there are few beside the entries.
+    The rank of a block is the number of blocks before it; there are few blocks.
     """
     ROWS: tl.constexpr = RANKED
     COLS: tl.constexpr = 128
@@ -136,7 +137,7 @@ def put_in_order(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write the cells of a block: of neighbours, or of pieces that are put together."""
+    """Write the cells of a block of neighbouring pieces, or of pieces from any position."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     SIDE: tl.constexpr = OPTIONS.SIDE
     half = numbers.in_blocks // 2
@@ -149,7 +150,7 @@ def fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
         place = index * numbers.in_list + local % half * SIDE + slot
         piece = tl.where(is_gathered != 0, tl.load(tensors.order_ptr + place), place)
         is_many = tl.load(tensors.alone_ptr + piece) > numbers.kept
-        # what is apart, and what is not
+        # masks for items that see at most half of a block, and for all other items
         apart = tl.where(is_many, 0 - is_gathered, is_gathered - 1)
         rest = is_gathered - 1
         used = tl.zeros([BLOCK], tl.int32)
@@ -172,7 +173,7 @@ def fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def find_alone(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Count of two neighbours the items that see one without the other."""
+    """Count for two neighbours the items that see one without the other."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     SIDE: tl.constexpr = OPTIONS.SIDE
     for half in tl.static_range(2):
@@ -199,7 +200,7 @@ def find_alone(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def compare(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Say whether two blocks that follow in order are seen alone by mostly the same items."""
+    """Say whether mostly the same items see two blocks alone that are consecutive in the order."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     SIDE: tl.constexpr = OPTIONS.SIDE
     balance = tl.zeros([BLOCK], tl.int32)

@@ -1,7 +1,7 @@
-"""Kernels that plan the backward for Hopper, as ``Pairs`` describes it.
+"""The kernel that makes :class:`..lists.Pairs`, for the Hopper backward.
 
-One entry runs one of several stages. :mod:`.pair_blocks` has those that find the pairs of blocks;
-here are those that make programs of them.
+Each launch runs one stage. The stages that find the pairs of blocks are in :mod:`.pair_blocks`; the
+stages that make programs of them are here.
 """
 
 import triton
@@ -22,7 +22,7 @@ from .structures import PairNumbers, PairTensors
 
 @triton.jit
 def _weight(owner, first, second, numbers):
-    """Return half steps: of neighbours either walks what it sees alone beside the other."""
+    """Return half steps per item: neighbours walk their lists of single blocks in parallel."""
     one = tl.where(owner >= numbers.pairs, 2, 1)
     weight = tl.where((first != 0) & (second != 0), 2, one)
     return tl.where((first | second) != 0, weight, 0)
@@ -47,8 +47,8 @@ def _count(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _weights(owner, inside, tensors, numbers):
-    """Return the sum of weights ahead of owners, and their own."""
-    # the weights follow all counts, so that there is a sum ahead of the first
+    """Return the sum of the weights before owners, and the owners' weights."""
+    # the weights follow all counts, so there is a sum before the first weight
     at = 2 * numbers.pairs.to(tl.int64) * numbers.chunks + owner.to(tl.int64) * numbers.chunks
     ahead = tl.load(tensors.ends_ptr + at - 1, mask=inside, other=0)
     return ahead, tl.load(tensors.ends_ptr + at + numbers.chunks - 1, mask=inside, other=0) - ahead
@@ -73,7 +73,7 @@ def _cut(tensors, numbers):
 
 @triton.jit
 def _share(ahead, cuts, weights):
-    """Return ``ahead * cuts // weights``; divisions of 64 bits take several times as long."""
+    """Return ``ahead * cuts // weights``; 64-bit division takes several times as long as 32-bit."""
     product = ahead * cuts
     if weights * cuts < 1 << 30:
         share = (product.to(tl.int32) // weights.to(tl.int32)).to(tl.int64)
@@ -84,7 +84,7 @@ def _share(ahead, cuts, weights):
 
 @triton.jit
 def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write the entries of a chunk, and where programs begin among them."""
+    """Write the entries of a chunk, and the entries at which programs begin."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     SIDE: tl.constexpr = OPTIONS.SIDE
     owner = pid // numbers.chunks
@@ -107,8 +107,8 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     ahead = tl.load(tensors.ends_ptr + behind + pid - 1) - before
     ahead += tl.cumsum(weight, 0) - weight
     weights = tl.maximum(weights, 1)
-    # a program begins behind the entry with which its share is reached; an entry weighs no more
-    # than the least program, so that this is one at a time
+    # a program begins after the entry that completes the share before it; an entry weighs no more
+    # than the smallest program, so at most one program begins at an entry
     mine = _share(ahead, cuts, weights)
     next_one = tl.minimum(_share(ahead + weight, cuts, weights), cuts - 1)
     begins = used & (next_one > mine)
@@ -133,7 +133,7 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _entries(begin, end, highest, tensors, numbers, OPTIONS: tl.constexpr, SIZE: tl.constexpr):
-    """Return items, bits and parts of some entries, ``[SIZE]``; behind the end the part is 4."""
+    """Return items, bits and parts of entries, ``[SIZE]``; the part is 4 after the end."""
     at = begin + tl.arange(0, SIZE)
     there = at < end
     item = tl.load(tensors.entries_ptr + at, mask=there, other=0)
@@ -151,7 +151,7 @@ def _entries(begin, end, highest, tensors, numbers, OPTIONS: tl.constexpr, SIZE:
 
 @triton.jit
 def _highest(owner, tensors, numbers):
-    """Return the last 64 tokens that an owner's blocks touch, and the owner's list."""
+    """Return the index of the last 64 tokens that an owner's blocks touch, and its list."""
     block, moved = owned(owner, 0, tensors, numbers)
     other, other_moved = owned(owner, 1, tensors, numbers)
     one = tl.load(tensors.lasts_ptr + block)
@@ -163,7 +163,7 @@ def _highest(owner, tensors, numbers):
 
 @triton.jit
 def _measure(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Count a program's parts, and make the key of its place: list, first row, longest first."""
+    """Count the items of a program's parts, and write its sort key: list, first row, length."""
     SIZE: tl.constexpr = OPTIONS.ENTRIES
     counts = tl.zeros([4], tl.int32)
     part_index = tl.arange(0, 4)  # [4]
@@ -189,7 +189,7 @@ def _measure(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write what the program at a place owns and walks: by parts, heads and rows."""
+    """Write the blocks and the items of the program at a place, by parts, heads and rows."""
     SIZE: tl.constexpr = OPTIONS.ENTRIES
     SIDE: tl.constexpr = OPTIONS.SIDE
     real = tl.load(tensors.real_ptr)
@@ -226,7 +226,7 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
         for slot in tl.static_range(SIDE):
             piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
             tl.store(named + 1 + half * SIDE + slot, tl.where(is_there, piece, -1))
-    # what no list needs is 0; all programs share it
+    # all programs together set unused elements to 0
     nothing = tl.zeros([SIZE], tl.int32)
     total = tl.load(tensors.starts_ptr + real)
     apart = tl.num_programs(0).to(tl.int64) * SIZE
@@ -287,7 +287,7 @@ def pair_kernel(
     alike,
     OPTIONS: tl.constexpr,
 ):
-    """Run one stage of the planning of the Hopper backward."""
+    """Run one stage of making ``Pairs``."""
     tensors = PairTensors(
         bits_ptr,
         cells_ptr,

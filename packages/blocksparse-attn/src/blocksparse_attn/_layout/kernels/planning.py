@@ -1,8 +1,8 @@
-"""How lists are made on a GPU: a handful of launches, whose sizes are bounds that shapes give.
+"""Makes lists on the device, in a few launches whose sizes are upper bounds from shapes.
 
-For a moment the bits take an eighth of a byte per block of the grid, kept or not, up to ``BYTES``
-or what one group of heads takes: of larger layouts they are made group by group, and twice.
-Everything else is as large as what is kept.
+A bitmap (1 bit per block of the grid) is made first. It is capped at ``BYTES`` or the size for one
+group of heads; larger layouts are processed per group of heads, in two passes. All other tensors
+are proportional to the number of kept blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .structures import (
     PairTensors,
 )
 
-# slots, or items, of a program
+# entries of ``col``, or items, per program
 BLOCK = 512
-# of bits at once, as 32 heads of 128k tokens in blocks of 16 take, or of 512k in blocks of 64
+# cap of the bitmap: 32 heads of 128k tokens in blocks of 16, or of 512k tokens in blocks of 64
 BYTES = 2**28
-# entries of a program of the Hopper backward at a time
+# entries per step of the stages that go through a program of the Hopper backward
 ENTRIES = 128
 
 
@@ -46,7 +46,7 @@ def _launch(kernel: Any, options: Any, form: tuple[Any, ...]) -> Any:
 
 
 def _run(kernel: Any, options: Any, grid: int, tensors: Any, numbers: Any) -> None:
-    """Launch what serves tensors like these: their devices, their dtypes, and which are None."""
+    """Run a launch that is cached by the tensors' dtypes and devices, and by which are None."""
     form = tuple(None if t is None else (t.dtype, t.device) for t in tensors)
     _launch(kernel, options, form)(grid, tensors, numbers)
 
@@ -68,12 +68,12 @@ def mark_bits(
         crow: row pointers ``[heads, rows + 1]``.
         col: columns ``[heads, nnz]``.
         cols: number of key blocks.
-        lists: how many there are, and lines of a list.
-        items: bits of a line.
-        pieces: of a block, by queries and by keys; their tokens; and how many are an item.
+        lists: number of lists, and lines per list.
+        items: bits per line.
+        pieces: ``parts_q`` to ``side`` of ``BitNumbers``.
         group: heads that share the lines of a list.
-        by_key: whether a line is a column.
-        causal: leave out what lies right of the diagonal.
+        by_key: whether lines are columns.
+        causal: leave out blocks after the diagonal.
     """
     (heads, nnz), rows = col.shape, crow.shape[1] - 1
     count, lines = lists
@@ -95,7 +95,7 @@ def make_lists(
     spec: ListSpec,
     rule: Tensor | None = None,
 ) -> Lists:
-    """Return the lists of a layout: count the items of each owner, add up, and write them."""
+    """Make the lists of a layout: count each owner's items, sum the counts, write the items."""
     block_q, block_k = block_size
     heads, rows = len(col), crow.shape[1] - 1
     group, pack = spec.group, 1 if spec.by_key else spec.pack
@@ -105,7 +105,7 @@ def make_lists(
     stack = max(spec.span // side, 1)
     owners = max(cdiv(lines, stack), 1)
     groups, packs = cdiv(heads, group), 1 if spec.by_key else cdiv(group, pack)
-    # groups of heads whose bits are there at once
+    # groups of heads whose bits are held at once
     in_group = (1 if spec.by_key else group) * lines * cdiv(items, 32) * 4
     step = max(BYTES // max(in_group, 1), 1)
 
@@ -118,10 +118,10 @@ def make_lists(
         return mark_bits(*csr, (own, lines), items, blocks, shared, spec.by_key, spec.causal)
 
     chunks = max(cdiv(items, BLOCK), 1)
-    begin, whole, things, seen = made = empty_lists(crow, col, cols, block_size, spec)
+    made = empty_lists(crow, col, cols, block_size, spec)
     parts = 4 if spec.halves else 2
-    counts = things.new_empty(parts * len(whole) * chunks)
-    ends = begin.new_zeros(len(counts) + 1)
+    counts = made.items.new_empty(parts * len(made.whole) * chunks)
+    ends = made.begin.new_zeros(len(counts) + 1)
     common = None if rule is None else common_bounds(rule, block_q)
     members = pack if pack > 1 else stack
     options = spec.by_key, spec.causal, pack > 1, members, spec.halves, BLOCK
@@ -129,15 +129,14 @@ def make_lists(
     def run(first: int, bits: Tensor, writes: bool) -> None:
         own = min(step, groups - first)
         held, words = min(heads - first * group, own * group), bits.shape[1]
-        span, bound = stack * side, len(things)
+        span, bound = stack * side, len(made.items)
         numbers = ListNumbers(
             owners, chunks, items, lines, words, held, group, packs, span, other, bound
         )
         at = first * packs * owners
         counted = slice(parts * at * chunks, None)
-        tensors = ListTensors(
-            bits, counts[counted], ends[counted], begin[at:], whole[at:], things, seen, common
-        )
+        owned = made.begin[at:], made.whole[at:], made.items, made.members
+        tensors = ListTensors(bits, counts[counted], ends[counted], *owned, common)
         grid = own * packs * owners * chunks
         _run(list_kernel, ListOptions(*options, WRITES=writes), grid, tensors, numbers)
 
@@ -145,7 +144,7 @@ def make_lists(
         bits = bits_of(first)
         run(first, bits, False)
     torch.cumsum(counts, 0, out=ends[1:])
-    # the zeros behind a part of the lists are in place of the next, which comes after it
+    # each part overwrites the zeros that the part before it wrote past its end
     for first in range(0, groups, step):
         bits = bits if step >= groups else bits_of(first)
         run(first, bits, True)
@@ -155,7 +154,7 @@ def make_lists(
 def make_pairs(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
 ) -> Pairs:
-    """Return what programs of the Hopper backward walk."""
+    """Make the lists of the Hopper backward."""
     heads, device, turns = len(col), crow.device, spec.pack
     piece = piece_of(block_size)
     parts_q, parts_k = (tokens // piece for tokens in block_size)
@@ -229,7 +228,7 @@ def make_pairs(
         _run(pair_kernel, options, grid, x, n)
 
     if side > 1:
-        # the same of pieces, before blocks are made of them
+        # the same stages for pieces, before blocks are made of them
         alone, last, order, rank = (ints(pieces) for _ in range(4))
         x = tensors._replace(alone_ptr=alone, last_ptr=last, order_ptr=order, rank_ptr=rank)
         n = numbers._replace(sorted=in_list, kept=kernels_lists.KEPT)

@@ -1,4 +1,4 @@
-"""What the kernels that make lists are given, in the order of their parameters."""
+"""The arguments of the kernels that make lists, in the order of their parameters."""
 
 from typing import Any, NamedTuple
 
@@ -14,60 +14,60 @@ class BitTensors(NamedTuple):
 class BitNumbers(NamedTuple):
     """Sizes of a layout and of its bits."""
 
-    chunks: Any  # programs of a head
+    chunks: Any  # programs per head
     nnz: Any
     rows: Any
     cols: Any
-    steps: Any  # of a search among the rows
+    steps: Any  # steps of a binary search in the rows
     group: Any  # heads that share the lines of a list
-    lines: Any  # of a list
-    words: Any  # of a line
-    parts_q: Any  # pieces of a block
+    lines: Any  # lines per list
+    words: Any  # 32-bit words per line
+    parts_q: Any  # pieces per block
     parts_k: Any
-    piece_q: Any  # tokens of a piece
+    piece_q: Any  # tokens per piece
     piece_k: Any
-    side: Any  # pieces of queries of an item, by keys
+    side: Any  # pieces of queries per item, if lines are columns
 
 
 class BitOptions(NamedTuple):
-    """What the marking of bits is compiled for."""
+    """Constants of ``bit_kernel``."""
 
-    BY_KEY: Any
+    BY_KEY: Any  # lines are columns
     IS_CAUSAL: Any
-    BLOCK: Any  # slots per program
+    BLOCK: Any  # entries of ``col`` per program
 
 
 class ListTensors(NamedTuple):
-    """Bits, and what is made of them."""
+    """Bits, and the lists that are made of them."""
 
     bits_ptr: Any
     counts_ptr: Any  # int32 [owners of all lists, parts, chunks]
-    ends_ptr: Any  # int64, the sums of the counts ahead of each, and of all
+    ends_ptr: Any  # int64, the sums of the counts before each, and of all
     begin_ptr: Any
     whole_ptr: Any
     items_ptr: Any
     members_ptr: Any
-    common_ptr: Any  # range of keys that a row of blocks sees whole by the rule, or None
+    common_ptr: Any  # see ``common_bounds``, or None
 
 
 class ListNumbers(NamedTuple):
     """Sizes of lists."""
 
-    owners: Any  # of a list
-    chunks: Any  # of an owner's items
+    owners: Any  # owners per list
+    chunks: Any  # chunks of an owner's items
     items: Any
-    lines: Any  # of a list, or, if members are heads, of a head
+    lines: Any  # lines per list, or per head if members are heads
     words: Any
     heads: Any
     group: Any
     packs: Any
-    span: Any  # tokens of an owner
-    block: Any  # tokens of an item's block
-    bound: Any  # places for items of all lists
+    span: Any  # tokens per owner
+    block: Any  # tokens per item's block
+    bound: Any  # upper bound of the items of all lists
 
 
 class ListOptions(NamedTuple):
-    """What the counting and writing of items is compiled for."""
+    """Constants of ``list_kernel``."""
 
     BY_KEY: Any
     IS_CAUSAL: Any
@@ -75,32 +75,32 @@ class ListOptions(NamedTuple):
     MEMBERS: Any
     HALVES: Any  # see ``ListSpec.halves``
     BLOCK: Any  # items per program
-    WRITES: Any
+    WRITES: Any  # write the items; otherwise count them
 
 
 class PairTensors(NamedTuple):
-    """What the planning of the Hopper backward reads and writes, stage by stage."""
+    """What the stages of ``pair_kernel`` read and write."""
 
-    bits_ptr: Any  # of pieces of keys
-    cells_ptr: Any  # int32 [blocks, items], of several pieces a block: which of them see which
-    alone_ptr: Any  # int32 [blocks], or of pieces: items that are seen without neighbours
-    last_ptr: Any  # int32 alike: behind the last of these
-    order_ptr: Any  # int32 alike: as they go together
-    rank_ptr: Any  # int32 alike: the inverse
-    pieces_ptr: Any  # int32 [blocks, SIDE]: in their list, or -1
-    lasts_ptr: Any  # int32 [blocks]: the last 64 tokens that a block touches, or -1
-    alike_ptr: Any  # int32 [pairs]: whether two that go together see mostly the same
+    bits_ptr: Any  # a line per piece of keys
+    cells_ptr: Any  # int32 [blocks, items], if a block has several pieces: see ``pair_blocks``
+    alone_ptr: Any  # int32 [blocks], or of pieces: number of items that see no neighbour
+    last_ptr: Any  # int32 [blocks], or of pieces: one more than the last such item
+    order_ptr: Any  # int32 [blocks], or of pieces: sorted, so that consecutive ones are paired
+    rank_ptr: Any  # int32 [blocks], or of pieces: the inverse of the order
+    pieces_ptr: Any  # int32 [blocks, SIDE]: the block's pieces, as indices in the list, or -1
+    lasts_ptr: Any  # int32 [blocks]: index of the last 64 tokens that a block touches, or -1
+    alike_ptr: Any  # int32 [pairs]: whether mostly the same items see the two of a pair
     counts_ptr: Any  # int64 [2, owners, chunks]: entries, and their weights
-    ends_ptr: Any  # int64, the sums of the counts so far
-    first_ptr: Any  # int32 [owners + 1]: programs ahead of an owner
+    ends_ptr: Any  # int64, the inclusive sums of the counts
+    first_ptr: Any  # int32 [owners + 1]: programs before an owner
     owner_ptr: Any  # int32 [programs]
-    starts_ptr: Any  # int64 [programs + 1]: entries ahead of a program
-    entries_ptr: Any  # int32 [bound], by programs
-    seen_ptr: Any  # int32 [bound], their bits
-    keys_ptr: Any  # int64 [programs], by which they are put in order
-    parts_of_ptr: Any  # int32 [programs, 4]: how many entries each part has
-    places_ptr: Any  # int64 [programs]: the program at a place
-    sums_ptr: Any  # int64 [programs, 4]: of the parts, by place, so far
+    starts_ptr: Any  # int64 [programs + 1]: entries before a program
+    entries_ptr: Any  # int32 [bound]: items, by programs
+    seen_ptr: Any  # int32 [bound]: the bits of the entries
+    keys_ptr: Any  # int64 [programs]: sort keys
+    parts_of_ptr: Any  # int32 [programs, 4]: number of entries of each part
+    places_ptr: Any  # int64 [programs]: the program at each place of the sorted order
+    sums_ptr: Any  # int64 [programs, 4]: inclusive sums of the parts' entries, by place
     begin_ptr: Any  # from here on see ``Pairs``
     parts_ptr: Any
     items_ptr: Any
@@ -110,34 +110,34 @@ class PairTensors(NamedTuple):
 
 
 class PairNumbers(NamedTuple):
-    """Sizes in the planning of the Hopper backward."""
+    """Sizes of ``pair_kernel``."""
 
-    pairs: Any  # of blocks, of all lists
+    pairs: Any  # pairs of blocks of all lists
     items: Any
     group: Any
-    words: Any  # of a line of bits
-    in_list: Any  # pieces of a list
-    in_blocks: Any  # blocks of a list
-    sorted: Any  # blocks, or pieces, of a list that are put in order
-    kept: Any  # as many items stay where they are
-    chunks: Any  # of an owner's items
-    most: Any  # weight of a program of neighbours
-    most_apart: Any  # and of others
-    programs: Any  # bound
+    words: Any  # 32-bit words per line of bits
+    in_list: Any  # pieces per list
+    in_blocks: Any  # blocks per list
+    sorted: Any  # blocks, or pieces, per list that are sorted
+    kept: Any  # up to so many items are not moved
+    chunks: Any  # chunks of an owner's items
+    most: Any  # most weight of a program of neighbours
+    most_apart: Any  # most weight of any other program
+    programs: Any  # upper bound
     turns: Any
     rows: Any
     lists: Any
-    bound: Any  # places for items
-    head: Any  # as ``HEAD``, and so on, in ``_lists``
+    bound: Any  # upper bound of items
+    head: Any  # ``HEAD``, ``WINDOW`` and ``ALIKE`` of ``_layout/lists.py``
     window: Any
     alike: Any
 
 
 class PairOptions(NamedTuple):
-    """What a stage is compiled for."""
+    """Constants of ``pair_kernel``."""
 
     STAGE: Any
-    SIDE: Any  # pieces of a block
+    SIDE: Any  # pieces per block
     IS_CAUSAL: Any
-    BLOCK: Any  # items at a time
-    ENTRIES: Any  # entries of a program at a time
+    BLOCK: Any  # items per step
+    ENTRIES: Any  # entries of a program per step
