@@ -49,7 +49,7 @@ def rotate(x: Tensor, first: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """One layer's attention, with its keys and values kept for what comes later."""
+    """One layer's attention; it caches its keys and values for later tokens."""
 
     def __init__(self, config: Config, layout: BlockSparseLayout, use_mask: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         return self.out(attended.flatten(2))
 
     def by_mask(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same, with the mask of every query and key written out."""
+        """Compute the same with a dense mask of queries and keys."""
         position = torch.arange(k.shape[1], device=q.device)
         row = position[k.shape[1] - q.shape[1] :, None]
         side = self.layout.block_size[0]
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Embeddings, layers of attention and of a small network, logits."""
+    """Embeddings, layers of attention and a small network, logits."""
 
     def __init__(self, config: Config, device: torch.device, use_mask: bool) -> None:
         super().__init__()

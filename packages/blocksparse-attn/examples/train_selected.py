@@ -23,7 +23,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Attention(nn.Module):
-    """Causal attention over all blocks, or over chosen ones and the means of all past blocks."""
+    """Causal attention over all blocks, or over chosen blocks and the means of all past blocks."""
 
     def __init__(self, is_sparse: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.all = BlockSparseLayout.from_dense(torch.ones(blocks, blocks, dtype=torch.bool), BLOCK)
 
     def forward(self, x: Tensor) -> Tensor:
-        # a token's keys tell of the one before it: what follows a token is then found by its name
+        # a key also encodes the previous token, so a query finds the tokens that followed its own
         before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
         q, k, v = (part.unflatten(-1, (HEADS, HEAD_DIM)) for part in self.qkv(x).chunk(3, -1))
         k = k + self.qkv(before).chunk(3, -1)[0].unflatten(-1, (HEADS, HEAD_DIM))
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 def over_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to the means of blocks that end before a query; 0 where there is none."""
+    """Attend to the means of blocks that end before a query; 0 if there is no such block."""
     keys, values = (x.unflatten(1, (-1, BLOCK)).mean(2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, keys) * HEAD_DIM**-0.5
     query = torch.arange(SEQLEN, device=q.device)[:, None]
@@ -99,7 +99,7 @@ def train(is_sparse: bool, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         tokens = draw(8, generator)
-        # the first tokens of the passage tell which it is
+        # the first tokens of the passage identify it
         logits, wanted = model(tokens)[:, -PASSAGE + 2 : -1], tokens[:, -PASSAGE + 3 :]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()

@@ -80,14 +80,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
             raise ValueError(
                 f"head_dim of {name} must be from 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}"
             )
-    _check_heads(q, k, v)
+    _check_heads(q, k)
 
 
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
     """Check q, k and v of the reference: any float dtype, any head dimension."""
     check_floats(q, k, v)
     _check_forms(q, k, v, ndim, paged)
-    _check_heads(q, k, v)
+    _check_heads(q, k)
 
 
 def check_values(
@@ -235,7 +235,7 @@ def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> Non
         )
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_heads(q: Tensor, k: Tensor) -> None:
     if q.ndim == 4 and k.shape[0] != q.shape[0]:
         raise ValueError(f"batch of k must be that of q, {q.shape[0]}, got {k.shape[0]}")
     check_groups(q.shape[-2], k.shape[-2])
