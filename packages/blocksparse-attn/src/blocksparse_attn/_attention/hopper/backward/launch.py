@@ -25,7 +25,7 @@ from .kernel import hopper_backward_kernel
 
 # registers per thread at the start of the backward
 REGISTERS = 168
-# rows per program of the launch before the backward, and sums that one of its stores sets to 0
+# the launch before the backward: rows per program, and elements that one store sets to 0
 ROWS = 32
 PIECE = 2048
 

@@ -54,9 +54,9 @@ def owned_by(program, tensors, PIECE: gl.constexpr):
 
 @gluon.jit
 def find_block(owned_ptr, parts_ptr, len_k, alone, PIECE: gl.constexpr):
-    """Return a block's last piece, the bits of who owns its pieces, and the items that see only it.
+    """Return a block's last piece, its ownership bits, and how many items see only this block.
 
-    Pieces after the sequence's end are owned by no program.
+    No program owns pieces after the sequence's end.
     """
     last = -1
     mine = 0
