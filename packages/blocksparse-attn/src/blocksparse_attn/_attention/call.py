@@ -83,7 +83,6 @@ class Common(NamedTuple):
 
     @property
     def pattern(self) -> Pattern:
-        """The properties of the layout on which a launch depends."""
         heads, rows = self.crow.shape[-2], self.crow.shape[-1] - 1
         batch = self.crow.shape[0] if self.crow.ndim == 3 else 0
         sizes = rows, self.cols, self.block_q, self.block_k
@@ -91,12 +90,10 @@ class Common(NamedTuple):
 
     @property
     def options(self) -> Options:
-        """The arguments that are not tensors, without the lengths."""
         return Options(self.softmax_scale, self.causal, self.num_splits, self.top_left)
 
     @property
     def bounds(self) -> Bounds:
-        """Upper bounds of the lengths."""
         return Bounds(self.max_seqlen_q, self.max_seqlen_k)
 
 

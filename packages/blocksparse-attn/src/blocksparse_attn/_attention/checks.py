@@ -138,7 +138,6 @@ def check_block_table(q: Tensor, k: Tensor, v: Tensor, batch: int, block_table: 
 
 
 def check_is_layout(layout: Any) -> None:
-    """Check the type of a layout."""
     if not isinstance(layout, BlockSparseLayout):
         raise TypeError(f"layout must be a BlockSparseLayout, got {kind(layout)}")
 

@@ -134,7 +134,6 @@ def _grouped(x: Tensor, heads_k: int) -> Tensor:
 
 
 def _sequences(x: Tensors, call: Common) -> Iterator[Sequence]:
-    """Yield the sequences of a call."""
     q, k, v = _packed(x.q), x.k, x.v
     if x.block_table is None:
         k, v = _packed(k), _packed(v)

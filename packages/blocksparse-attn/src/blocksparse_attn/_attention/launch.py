@@ -68,7 +68,6 @@ class Plan:
         self._short = ShortForward(form, x)
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether saved tensors still have the strides and the alignment of the forward."""
         return self._form.fits(x)
 
     def forward(self, x: Tensors, walks: Walks, bounds: Bounds) -> tuple[Tensor, Tensor]:
@@ -103,7 +102,6 @@ class Plan:
     def backward(
         self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(dq, dk, dv)``; ``x`` must fit."""
         return self._backward(x, walks, out, lse, dout, dlse)
 
 
@@ -118,7 +116,6 @@ class TallForward:
     def arguments(
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
     ) -> Arguments:
-        """Return the arguments of the launch."""
         queries = self._queries
         tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
         tensors, numbers = _forward_arguments(
@@ -163,7 +160,6 @@ class ShortForward:
         self.merge = launch_on(attention_kernel, queries.tile, merging)
 
     def split(self, x: Tensors, bounds: Bounds) -> Split:
-        """Return how the tiles of a call are split."""
         return Split(self._form, self._queries, x, bounds)
 
     def arguments(

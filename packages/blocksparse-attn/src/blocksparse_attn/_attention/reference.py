@@ -224,5 +224,4 @@ def hide_unseen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tenso
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the computation."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

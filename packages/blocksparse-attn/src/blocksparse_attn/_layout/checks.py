@@ -1,7 +1,4 @@
-"""Checks of the arguments from which layouts are made.
-
-Only :func:`validate_csr` reads device data.
-"""
+"""Checks of the arguments of layouts; only :func:`validate_csr` reads device data."""
 
 from __future__ import annotations
 
@@ -142,7 +139,6 @@ def check_alike(layouts: Any) -> None:
 
 
 def check_mask(mask: Any) -> None:
-    """Check a mask of blocks."""
     check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be torch.bool, got {mask.dtype}")

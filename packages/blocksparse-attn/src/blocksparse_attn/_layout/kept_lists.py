@@ -78,7 +78,6 @@ def make_lists(
     spec: ListSpec,
     rule: Tensor | None = None,
 ) -> Lists | Pairs:
-    """Make lists of a layout."""
     from .kernels import planning
 
     if spec.paired:

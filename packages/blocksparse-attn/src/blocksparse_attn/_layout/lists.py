@@ -127,7 +127,6 @@ def empty_lists(
 
 
 def piece_of(block_size: tuple[int, int]) -> int:
-    """Return the number of tokens of a piece."""
     return min(*block_size, SIDE)
 
 

@@ -102,13 +102,11 @@ def order_sums(state: State) -> list[int]:
 
 
 def write(path: str | os.PathLike[str], state: State) -> None:
-    """Write the state of a layout to a file."""
     held = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in state._asdict().items()}
     torch.save({**held, "block_size": list(state.block_size)}, path)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str) -> State:
-    """Read a file of :func:`write`."""
     held = torch.load(path, map_location=device, weights_only=True)
     found = set(held) if isinstance(held, dict) else {type(held).__name__}
     # files of version 1.0.0 have neither a batch nor a rule

@@ -1,9 +1,4 @@
-"""The arguments of the Hopper kernels, as structures that the host and the device share.
-
-Fields in lower case are run-time values, fields in upper case are compile-time constants; no
-structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors and its
-numbers, and its options.
-"""
+"""The arguments of the Hopper kernels, under the rules of ``portable/structures.py``."""
 
 from typing import Any, NamedTuple
 

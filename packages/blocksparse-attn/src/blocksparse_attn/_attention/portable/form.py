@@ -146,7 +146,6 @@ class QueryTiles:
 
 
 def launch_of(kernel: Any, options: Any, of: type[Launch] = Launch, **compiler: int) -> Launch:
-    """Return the launch of a kernel with its constants."""
     return of(kernel, {"OPTIONS": options, **compiler})
 
 
@@ -183,7 +182,6 @@ def rule_stride(x: Tensors) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors."""
     if device.type != "cuda":
         return 4 if device.type == "cpu" else PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,8 +1,7 @@
 """How the Hopper backward pairs blocks of keys: which items see each block, and in which order.
 
 The *cells* of a block and an item are one bit per pair of pieces: whether the item's piece sees the
-block's piece. They are 0 if the item does not see the block. :mod:`.pairs` makes programs of the
-pairs.
+block's piece. They are 0 if the item does not see the block.
 """
 
 import triton

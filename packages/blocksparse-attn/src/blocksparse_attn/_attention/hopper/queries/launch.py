@@ -48,7 +48,6 @@ class PackedForm(MapForm):
         super().__init__(x[None], rows, columns, ragged=False)
 
     def __call__(self, x: Tensor) -> TensorMap:
-        """Map a tensor of the signature, as ``MapForm`` does."""
         return super().__call__(x[None])
 
 

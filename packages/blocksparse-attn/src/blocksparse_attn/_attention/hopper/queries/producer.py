@@ -80,7 +80,6 @@ def _copy_blocks(
 
 @gluon.jit
 def copy_keys(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
-    """Copy a step's keys once their stage is empty."""
     place = tensors.k_desc, pipeline.k_boxes, pipeline.k_full
     STAGES: gl.constexpr = OPTIONS.STAGES_K
     _copy_blocks(*place, items, where, turn, EMPTY, STAGES, OPTIONS.BLOCK_K, OPTIONS.HEAD_DIM)
@@ -88,7 +87,6 @@ def copy_keys(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def copy_values(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
-    """Copy a step's values once their stage is empty."""
     place = tensors.v_desc, pipeline.v_boxes, pipeline.v_full
     STAGES: gl.constexpr = OPTIONS.STAGES_V
     ROOM: gl.constexpr = EMPTY + OPTIONS.STAGES_K

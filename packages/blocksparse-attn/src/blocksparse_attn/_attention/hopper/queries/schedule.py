@@ -1,10 +1,9 @@
 """Which tile of queries is next, and which steps it walks.
 
 Only the copying warp computes this; it sends the result to the warpgroups through shared memory.
-Tiles are aligned to positions, as in ``portable/schedule.py``. A list has two parts: whole items,
-then items that need a mask. A *step* is as many items as make a tile of keys. The walk goes from
-the list's end to its begin, so steps with a mask come first, and the first step may have fewer
-items.
+Tiles are aligned to positions, as in ``portable/schedule.py``. A list has whole items, then items
+that need a mask. A *step* is as many items as make a tile of keys. The walk goes from the list's
+end to its begin, so steps with a mask come first, and the first step may have fewer items.
 """
 
 from ...._linked.hopper.compat import gl, gluon
