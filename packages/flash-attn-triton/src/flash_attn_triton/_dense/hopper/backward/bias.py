@@ -1,9 +1,9 @@
 """The additive bias of the Hopper backward: a ring of tiles that the producer copies by TMA.
 
-A tile lies in shared memory as it does in the tensor, [queries, keys], and is read transposed, in
-the layout of the scores. To head dim 128 either warpgroup has a box of its 64 keys, above it the
-one that makes the probabilities has all of them. A bias that is the same for all queries has boxes
-of one row.
+A tile has the tensor's order in shared memory, [queries, keys], and is read transposed, in the
+layout of the scores. Up to head dim 128 either warpgroup has a box of its 64 keys; above 128 the
+warpgroup that makes the probabilities has the only box. A bias that is the same for all queries has
+boxes of one row.
 """
 
 from ...._linked.hopper.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
@@ -28,7 +28,7 @@ def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(head, row, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the bias of a tile of queries once its stage is empty; the producer's part."""
+    """Copy the bias of a tile of queries once its stage is empty; the producer calls this."""
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
     PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
@@ -48,7 +48,7 @@ def copy_bias(head, row, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexp
 
 @gluon.jit
 def await_readers(turns, TILE: gl.constexpr):
-    """Wait until the last stages are empty: no barrier may keep arrivals at the end."""
+    """Wait until the last stages are empty; see ``await_consumers``."""
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
     PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
     for back in gl.static_range(TILE.STAGES_B):
@@ -61,9 +61,9 @@ def await_readers(turns, TILE: gl.constexpr):
 def less_bias(
     lse2, turn, W: gl.constexpr, program, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Return what is subtracted from base-2 scores of layout ``S``: the LSE less the bias.
+    """Return the LSE minus the bias in base 2, which is subtracted from scores of layout ``S``.
 
-    That is ``[1, BLOCK_M]`` without a bias, else ``[ROWS, BLOCK_M]``.
+    The shape is ``[1, BLOCK_M]`` without a bias, else ``[ROWS, BLOCK_M]``.
     """
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
     PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
@@ -82,14 +82,14 @@ def less_bias(
         barrier_arrive(FIRST + stage, PARTIES, 4)
         shift = shift - bias.to(gl.float32) * LOG2E
         if OPTIONS.RAGGED and OPTIONS.BIAS_ROWS:
-            # rows behind the sequence: their bias is another sequence's, or whatever lies there
+            # rows after the sequence read the next sequence's bias, or undefined data
             shift = gl.where(lse2[None, :] == INF, INF, shift)
     return shift
 
 
 @gluon.jit
 def gradients_of(number, program, TILE: gl.constexpr):
-    """Return a buffer of gradients of scores, ``[ROWS, BLOCK_M]``."""
+    """Return buffer ``number`` of gradients of scores, ``[ROWS, BLOCK_M]``."""
     tile = program.pipeline.ds_s.index(number)
     if program.maps.ds_desc is not None:
         tile = tile.reshape([TILE.BLOCK_M, ROWS]).permute((1, 0))
@@ -98,9 +98,9 @@ def gradients_of(number, program, TILE: gl.constexpr):
 
 @gluon.jit
 def place_in_planes(head, row, W: gl.constexpr, program, OPTIONS: gl.constexpr):
-    """Return where ``W``'s keys lie in the map of gradients of scores, from a row on.
+    """Return the coordinates of ``W``'s keys, from ``row`` on, in the map of gradients of scores.
 
-    Sequences, or key heads, that are added up have a plane together.
+    Sequences, or key heads, that are added up share a plane.
     """
     block, numbers = program.block, program.numbers
     head_k = block.head_k
@@ -111,7 +111,7 @@ def place_in_planes(head, row, W: gl.constexpr, program, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def place_at(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return where ``W``'s gradients of scores of a step lie in their map."""
+    """Return the coordinates of ``W``'s gradients of scores of a step in their map."""
     walk = program.walk
     head, step = head_at(turn, program.block.head_k, walk.end - walk.begin, OPTIONS)
     row = tile_at(step, walk.begin, walk.end, OPTIONS) * TILE.BLOCK_M + program.block.ahead_q
@@ -120,11 +120,11 @@ def place_at(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.con
 
 @gluon.jit
 def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``, or their addition.
+    """Start the TMA store of ``W``'s gradients of scores, for ``sum_bias_kernel``, or the addition.
 
-    They leave from where the product of dq reads them. The TMA has read them before the memory is
-    written again two steps later, as each step but the first waits for the stores of the steps
-    before. Those that are shared are left to ``keep_shared``.
+    The TMA reads the buffers of the product of dq. They are written again two steps later, and
+    each step but the first waits for the stores of earlier steps, so the TMA has read them by then.
+    Shared gradients are left to ``keep_shared``.
     """
     if OPTIONS.SHARES_DS:
         mbarrier.arrive(program.order.full.index(turn % 2), count=1)

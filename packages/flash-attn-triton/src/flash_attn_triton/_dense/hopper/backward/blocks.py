@@ -1,4 +1,4 @@
-"""Which block of keys a program of the Hopper backward owns, where, and which queries see it."""
+"""Find a Hopper backward program's block of keys, and the queries that see it."""
 
 from ...._linked.hopper.compat import gl, gluon
 from ...._linked.hopper.order import take_number
@@ -16,12 +16,13 @@ def locate_keys(
     BLOCK_N: gl.constexpr,
     BY_HEAD: gl.constexpr = False,
 ):
-    """Return the block of keys that a program owns, and where its sequence lies.
+    """Return the block of keys that a program owns, and its sequence.
 
-    Under a causal mask the first blocks walk furthest: ``BALANCE`` starts them first, within as
-    many heads (``span``) as the cache holds. A launch that ``IS_PART`` has some of the sequences or
-    heads (``Numbers``). ``BY_HEAD`` starts the sequences of a head side by side, not the heads of a
-    sequence. For packed tensors ``tiles`` counts slots, and a slot without a block gives -1.
+    Under a causal mask the first blocks walk furthest. ``BALANCE`` starts them first, for as many
+    heads at a time (``span``) as the cache holds. With ``IS_PART`` the launch has some of the
+    sequences or heads (``Numbers``). ``BY_HEAD`` starts the sequences of a head side by side, not
+    the heads of a sequence. For packed tensors ``tiles`` counts slots; a slot without a block
+    gives -1.
     """
     batch, heads_k, tiles = numbers.batch, numbers.heads_k, numbers.tiles
     if tensors.cu_seqlens_k_ptr is None:
@@ -55,14 +56,14 @@ def locate_keys(
         cu_q_ptr, cu_k_ptr = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
         slot = pid // heads_k if BALANCE else pid % tiles
         head = pid % heads_k if BALANCE else pid // tiles
-        # as ``schedule.find_sequence``, for a whole warpgroup
+        # the algorithm of ``schedule.find_sequence``, for a whole warpgroup
         sequence = -1
         for first in range(0, batch + 1, SEARCH_CHUNK):
             index = first + gl.arange(0, SEARCH_CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
             start = gl.load(cu_k_ptr + index, mask=index <= batch, other=0)  # [SEARCH_CHUNK]
             mine = (start // BLOCK_N + index < slot) & (index <= batch)
             sequence += gl.sum(mine.to(gl.int32), 0)
-        # tokens around the sequences are two more sequences, which face nothing
+        # padding before the first and after the last sequence: two more sequences without queries
         is_real = (sequence >= 0) & (sequence < batch)
         k_start = gl.load(cu_k_ptr + sequence, mask=sequence >= 0, other=0)
         k_end = gl.load(cu_k_ptr + sequence + 1, mask=sequence < batch, other=numbers.tokens_k)
@@ -86,7 +87,7 @@ def query_tiles(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return the tiles of queries that see a block of keys."""
+    """Return the ``Walk`` over a block of keys."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     last_key = first_key + TILE.BLOCK_N - 1
     begin = 0
@@ -101,9 +102,9 @@ def query_tiles(
         end = gl.minimum(end, gl.cdiv(gl.maximum(last, 0), BLOCK_M))
         part = gl.maximum(first_key - diagonal + numbers.window_left + 1, 0) // BLOCK_M
     if HAS_ALIBI:
-        # distances change their sign in tiles between
+        # in the tiles before ``whole`` distances change their sign
         whole = gl.maximum(whole, gl.cdiv(gl.maximum(last_key - diagonal, 0), BLOCK_M))
-    # no key, no query: a block ahead of the seen ones, or a slot without a block
+    # a block without keys, or a slot without a block: no queries
     end = gl.where(first_key < len_k, end, 0)
     begin = gl.minimum(begin, end)
     whole = gl.minimum(gl.maximum(whole, begin), end)
@@ -128,15 +129,14 @@ def find_block(
 ):
     """Return ``(block, walk, dq_at)``: a program's block and the tiles of queries that see it.
 
-    ``dq_at`` is the tile in the sums of dq with which those of the sequence begin. Programs that
-    share a tile of a bias begin side by side, so that one copies it from memory, and the others
-    from the L2 cache.
+    ``dq_at`` is the sequence's first tile in the sums of dq. Programs that share a tile of a bias
+    begin side by side: the first one reads it from memory, the rest from the L2 cache.
     """
     pid = gl.program_id(0)
     if OPTIONS.ORDERED:
         pid = take_number(tensors.counters_ptr)
         if IS_PART:
-            # without the programs of the launches before
+            # the counter also counted the programs of earlier launches
             before = numbers.first_sequence * numbers.heads_k + numbers.first_head * numbers.batch
             pid -= before * numbers.tiles
     IS_FIXED: gl.constexpr = tensors.cu_seqlens_k_ptr is None
@@ -162,18 +162,18 @@ def find_block(
     shift = 0
     unseen = 0
     if OPTIONS.HAS_RIGHT:
-        # queries ahead of the first one that sees a key: as if there were none
+        # cut the queries before the first one that sees a key
         shift = gl.minimum(gl.maximum(len_q - len_k - numbers.window_right, 0), len_q)
         q_start += shift
         row_at += shift
         len_q -= shift
     if OPTIONS.HAS_LEFT:
-        # likewise keys ahead of the first one that a query sees
+        # cut the keys before the first one that a query sees
         unseen = gl.minimum(gl.maximum(len_k - len_q - numbers.window_left, 0), len_k)
         k_start += unseen
         len_k -= unseen
     diagonal = len_k - len_q
-    # a slot without a block: beyond the end, where nothing is read or written
+    # a slot without a block gets keys after the end, which are neither read nor written
     last = gl.cdiv(len_k + unused, TILE.BLOCK_N)
     first_key = gl.where(found.block < 0, last, found.block) * TILE.BLOCK_N
     HAS_ALIBI: gl.constexpr = tensors.alibi_slopes_ptr is not None
@@ -198,13 +198,13 @@ def find_block(
 
 @gluon.jit
 def count_turns(walk, OPTIONS: gl.constexpr):
-    """Return how many tiles of queries a program walks, of all query heads of the group."""
+    """Return how many tiles of queries a program walks, over all query heads of the group."""
     return (walk.end - walk.begin) * OPTIONS.GROUP
 
 
 @gluon.jit
 def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
-    """Return where a row of the block's keys lies in a tensor map."""
+    """Return the coordinates of a row of the block's keys in a tensor map."""
     return coordinates(
         block.sequence, block.head_k, block.k_start, block.len_k, first_key, OPTIONS.RAGGED
     )
@@ -212,7 +212,7 @@ def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def gradient_coordinates(first_key, program, OPTIONS: gl.constexpr):
-    """Return where it lies in the map of a gradient, which also covers keys that are not used."""
+    """Return a row's coordinates in the map of a gradient, which also covers unused keys."""
     block = program.block
     size = block.len_k
     if program.tensors.seqused_k_ptr is not None:

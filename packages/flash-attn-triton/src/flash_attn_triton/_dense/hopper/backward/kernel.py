@@ -1,12 +1,12 @@
 """Backward pass on Hopper: one warp copies by TMA, two warpgroups multiply by wgmma.
 
-A program owns a block of keys, of which every warpgroup has 64, and walks the queries that see it.
-Above head dim 128 it owns 64 keys, and the warpgroups divide the work as ``wide.py`` says.
-Scores are transposed ([keys, queries]), so that probabilities and their gradients go from the
-accumulators into the products of dv and dk as they lie. The product of dq needs those of all keys
-of the block: they meet in shared memory. What a block contributes to dq is added in fp32 to a
-buffer in memory, in the order of the accumulators' registers: by TMA, or above head dim 128 by the
-threads. ``round_dq`` brings it into its own order.
+A program owns a block of keys, 64 per warpgroup, and walks the queries that see it. Above head dim
+128 it owns 64 keys, and ``wide.py`` divides the work between the warpgroups.
+Scores are transposed ([keys, queries]), so that probabilities and gradients of scores go from the
+accumulators into the products of dv and dk without a change of layout. The product of dq needs the
+gradients of scores of all keys of the block; the warpgroups exchange them through shared memory.
+The block's part of dq is added in fp32 to a buffer in memory, in the order of the accumulators'
+registers: by TMA, or above head dim 128 by the threads. ``round_dq`` restores the order of dq.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper
@@ -49,12 +49,12 @@ def make_pipeline(maps, TILE: gl.constexpr):
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         ds_s = gl.allocate_shared_memory(dtype, [2 * PARTS, ROWS, BLOCK_M], TRANSPOSED)
     else:
-        # as the bias lies in memory: TMA keeps them
+        # [queries, keys] as in the bias: TMA stores them
         ds_s = allocate((maps.ds_desc,), 2 * PARTS)[0]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES_Q, BLOCK_M], PLAIN)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_O, BLOCK_M], PLAIN)
-    # two arrivals: the copy's, and that of the row numbers, which the producer stores itself
+    # two arrivals: of the copy, and of LSE or delta, which the producer stores itself
     q_full = barriers(STAGES_Q, 2)
     dout_full = barriers(STAGES_O, 2)
     k_full = barriers(1, 1).index(0)
@@ -65,7 +65,7 @@ def make_pipeline(maps, TILE: gl.constexpr):
 
 @gluon.jit
 def allocate_sums(maps, TILE: gl.constexpr):
-    """Allocate the panels of dq on its way out: half of a tile for either warpgroup."""
+    """Allocate the panels from which dq is added to memory: half of a tile for either warpgroup."""
     SIZE: gl.constexpr = TILE.BLOCK_M * TILE.HEAD_DIM // 64
     dq_s = (gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], maps.sums[0].layout),)
     if TILE.NARROW > 0:
@@ -156,9 +156,9 @@ def backward_kernel(
 ):
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
-    There ``p = exp2(s - lse2)`` are the probabilities of the scores s, and
-    ``ds = p (dout v^T - delta)`` their gradients (beside a softcap, times its derivative). Beside
-    dropout, with ``m`` 1 where it keeps and ``c = keep_scale``, ``dv = c (p m)^T dout`` and
+    ``p = exp2(s - lse2)`` are the probabilities of the scores s, and ``ds = p (dout v^T - delta)``
+    the gradients of the scores (with a softcap, times its derivative). With dropout, where ``m`` is
+    1 for kept probabilities and ``c = keep_scale``, ``dv = c (p m)^T dout`` and
     ``ds = c p (m dout v^T - delta / c)``. A program writes dk and dv of the block, of one key head,
     and adds its part to the sums of dq.
     """
@@ -245,7 +245,7 @@ def backward_kernel(
     if bias_desc is not None:
         bias = make_ring(bias_desc, OPTIONS, TILE)
     BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O + STAGES_B
-    # numbers in a tile of dq
+    # elements of a tile of dq
     SIZE: gl.constexpr = BLOCK_M * (HEAD_DIM + NARROW)
     order = None
     if ORDERED:

@@ -1,4 +1,4 @@
-"""The host side of the backward for Hopper: tensor maps, sums of dq, the launches."""
+"""The host side of the Hopper backward: tensor maps, sums of dq, the launches."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from .kernel import backward_kernel
 from .maps import BackwardMaps, Six
 from .round_dq import round_dq_kernel
 
-# heads that are walked together at least where additions to dq are ordered: of one head only few
-# blocks begin side by side then, each of which waits for the one before it. With more heads, fewer
-# blocks share what the second-level cache holds
+# with ordered additions to dq, the least number of heads that are walked together: then only few
+# blocks of one head begin side by side, each of which waits for the block before it. More heads
+# would leave fewer blocks to share the data in the L2 cache
 ORDERED_SPAN = 32
-# registers a thread at the start of the backward
+# registers per thread at the start of the backward
 REGISTERS = 168
-# queries, and keys, among which dropout's draws are shared
+# one draw of dropout serves so many queries, and so many keys
 DRAWN_TOGETHER = 16
 
 
 def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
-    """Say whether tiles of queries, or of keys, may begin where no group of a draw does.
+    """Tell whether tiles of queries, or of keys, may begin inside a group with one draw.
 
-    Tokens that neither see nor are seen are left out ahead of a sequence: windows decide how many.
-    Of a packed call the host knows no lengths.
+    Windows decide how many leading tokens are cut (``Block``). The host does not know the lengths
+    of a packed call.
     """
     windows = form.scalars.window_right, form.scalars.window_left
-    longer = x.q.shape[-3] - x.k.shape[-3]  # of fixed lengths
+    longer = x.q.shape[-3] - x.k.shape[-3]  # if lengths are fixed
     ahead = [
         window >= 0 and (form.is_packed or max(more - window, 0) % DRAWN_TOGETHER != 0)
         for window, more in zip(windows, (longer, -longer), strict=True)
@@ -57,41 +57,41 @@ def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
 
 
 def _backward_tile(form: Form, x: Tensors, ordered: bool) -> HopperBackwardTile:
-    """Return the tile of a form's calls."""
+    """Return the tile of calls with a signature."""
     if x.bias is not None:
         return hopper_backward_bias_tile(form.widest_head, x.bias.element_size())
     has_dropout = form.options.dropout_p > 0.0
     is_heavy = form.constants.HAS_SOFTCAP or has_dropout
-    # a second launch would draw again
+    # a second launch would have to draw again
     return hopper_backward_tile(form.widest_head, is_heavy, not (ordered or has_dropout))
 
 
 class Work(NamedTuple):
-    """What the launches do for one pair of token counts."""
+    """Arguments of the launches that depend on the token counts of queries and keys."""
 
     grid: int
     numbers: backward_structures.Numbers
-    # of each of the launches that keep gradients of scores, which share the grid
+    # one for each launch that stores gradients of scores; these launches divide the grid
     parts: tuple[backward_structures.Numbers, ...]
-    # tiles of queries of all heads, each of which is rounded by a program
+    # tiles of queries of all heads; one program rounds each
     slots: int
     rounding: RoundingNumbers
 
 
 class Launches(NamedTuple):
-    """The launches of gradients, for one way in which the output's gradient lies in memory."""
+    """The launches for one set of strides of the output's gradient."""
 
     plain: MappingLaunch
-    # also stores gradients of scores, and adds up what is shared, or adds them to those that are
-    # there
+    # also stores gradients of scores, and adds up shared ones
     keeping: MappingLaunch
+    # adds gradients of scores to stored ones
     adding: MappingLaunch
-    # of values alone, if that is apart
+    # makes dv, if dv has its own launch
     values: MappingLaunch | None
 
 
 class HopperBackward:
-    """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
+    """The launcher of dq, dk and dv for a signature for which ``takes_hopper_backward`` is true."""
 
     def __init__(
         self,
@@ -101,14 +101,13 @@ class HopperBackward:
         *,
         ordered: bool = False,
     ) -> None:
-        """Take a call, and whether dq is to repeat bit for bit."""
+        """Prepare the launches of a signature; ``ordered``: dq must repeat bit for bit."""
         self._form = form
         self._ordered = ordered
-        # by numbers of tokens, in which packed calls of one form differ
+        # by token counts, which the signature of a packed call does not fix
         self._work: Memory[Work] = Memory(MAX_COUNTS)
         self._shapes: Memory[tuple[int, int]] = Memory(MAX_COUNTS)
         self._tile = tile = tile or _backward_tile(form, x, ordered)
-        # rows of 64 keys at a time, and all queries of a step
         keys, ragged = ROWS.value, form.is_packed
         bias = self._map_bias = None
         if x.bias is not None:
@@ -146,9 +145,9 @@ class HopperBackward:
             stages = VALUE_STAGES
             shape = shape._replace(STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True)
             self._values_constants = self._constants | shape._asdict()
-        # by strides of the output's gradient, in which calls of one form differ
+        # by strides of the output's gradient, which the signature does not fix
         self._launches: Memory[Launches] = Memory(MAX_COUNTS)
-        # beside a softcap, what is multiplied is no gradient of the logits
+        # with a softcap, the kernel's ds is not the gradient of the logits
         keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
         keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
         is_plain = x.seqused_k is None and not form.is_packed
@@ -170,17 +169,17 @@ class HopperBackward:
         self._maps = BackwardMaps(form, tile, ragged=ragged)
 
     def is_worth_it(self, tokens_q: int) -> bool:
-        """Say whether a sequence of fixed length fills half of a tile of queries.
+        """Tell whether a sequence of fixed length fills half of a tile of queries.
 
-        Below, most of a tile and of its sums of dq, in fp32, would be padding. Packed sequences are
-        all served: how long the others of a batch are may not decide.
+        With fewer queries most of a tile, and of its fp32 sums of dq, would be padding. Packed
+        calls always run here: the lengths of other sequences must not decide.
         """
         return self._form.is_packed or tokens_q >= self._tile.block_m // 2
 
     def new_sums(self, q: Tensor) -> Tensor:
-        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.
+        """Allocate the sums of dq, by tiles of queries; the caller sets them to 0.
 
-        If additions are ordered, or a bias is shared, counters follow; see ``__call__``.
+        With ordered additions or a shared bias, counters come after the sums; see ``__call__``.
         """
         tokens = q.shape[-3]
         shape = self._shapes.get(tokens) or self._shapes.keep(tokens, self._sums_shape(tokens))
@@ -210,12 +209,12 @@ class HopperBackward:
         sums: Tensor,
         dbias: Tensor | None = None,
     ) -> None:
-        """Fill the gradients, dbias if ``makes_dbias``; ``sums``, of ``new_sums``, are set to 0."""
+        """Fill the gradients, and dbias if ``makes_dbias``; ``sums`` are ``new_sums``, set to 0."""
         q, k, v, dout, lse2, delta = inputs
         tokens = q.shape[-3], k.shape[-3]
         work = self._work.get(tokens) or self._work.keep(tokens, self._count_work(*tokens))
         if self._form.constants.HAS_LEFT:
-            # keys that no query sees
+            # for the keys that no query sees
             dk.zero_()
             dv.zero_()
         ds = None
@@ -237,7 +236,7 @@ class HopperBackward:
             extras.cu_seqlens_q_ptr,
             extras.cu_seqlens_k_ptr,
             extras.seqused_k_ptr,
-            # behind the sums
+            # the counters after the sums
             sums[work.slots :].view(torch.int32) if has_counters else None,
         )
         if ds is None:
@@ -263,7 +262,7 @@ class HopperBackward:
         )
 
     def _launches_of(self, mapped: Six) -> Launches:
-        """Return the launches for such an output's gradient."""
+        """Return the launches for tensors with these strides."""
         bias, summed = self._map_bias, self._bias_sum
         ds, kept = (summed.map_of, summed.constants) if summed else (None, {})
         kind = {"num_warps": 4, "maxnreg": REGISTERS}
@@ -284,13 +283,13 @@ class HopperBackward:
         """Return how many heads are walked together."""
         if self._ordered:
             return max(self._form.span_sums(tokens_q), ORDERED_SPAN)
-        # beside a bias all calls are walked so; without a mask all walks are equally long
+        # with a bias every call is walked in this order; without a mask all walks are equally long
         is_equal = self._map_bias is not None and not self._form.constants.HAS_RIGHT
         span = 1 if is_equal else self._form.span_sums(tokens_q)
         return round_up(span, max(self._together))
 
     def _count_work(self, tokens_q: int, tokens_k: int) -> Work:
-        """Return what the launches do for so many tokens."""
+        """Return the ``Work`` for these token counts."""
         form, tile, scalars = self._form, self._tile, self._form.scalars
         tiles_k = form.tiles(tokens_k, tile.block_n)
         tiles_q = form.tiles(tokens_q, tile.block_m)

@@ -1,4 +1,4 @@
-"""The tensor maps of the backward for Hopper, and the memory in which dq is summed."""
+"""The tensor maps of the Hopper backward, and the memory in which dq is summed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from . import structures as backward_structures
 
 # q, k, v, the output's gradient, dk and dv
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-# of head dims that are not cut
+# head dimensions in one panel
 NO_PANELS = (None,) * 6
 
 
 class SumsForm(MapForm):
-    """How sums of dq are mapped: rows of 32, of which so many are added to at once."""
+    """The tensor map of the sums of dq: rows of 32 numbers, boxes of ``rows`` rows."""
 
     def __init__(self, rows: int) -> None:
-        # in place of the base class's: these are no tokens, and no call has more or less of them
+        # replaces the base class's __init__: the rows are not tokens, and all calls have as many
         self._copies = False
         self.shape = [MOST_ROWS, 32]
         self.strides = [32, 1]
@@ -37,34 +37,37 @@ class SumsForm(MapForm):
 
 
 class BackwardMaps:
-    """The maps of the calls of one form, and of the panels of each tensor; see ``panels.py``."""
+    """The maps of the calls of one signature, for the panels of each tensor; see ``panels.py``."""
 
     def __init__(self, form: Form, tile: HopperBackwardTile, *, ragged: bool) -> None:
         self._ragged = ragged
-        # rows of 64 keys at a time, and all queries of a step
+        # rows of a box: 64 keys, or all queries of a step
         keys, queries = ROWS.value, tile.block_m
         self._rows = queries, keys, keys, queries, keys, keys
         (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
         self._wide = wide, wide, wide_v, wide_v, wide, wide_v
         self._narrow = narrow, narrow, narrow_v, narrow_v, narrow, narrow_v
         self._is_cut = any(self._narrow)
-        # numbers in a tile of dq
+        # elements of a tile of dq
         self.numbers = tile.block_m * (wide + narrow)
-        # the threads add to the sums, or TMA does, what a warpgroup has of a tile
+        # TMA adds a warpgroup's half of a tile to the sums through these maps, unless threads add
         self._sums = self._sums_narrow = None
         if tile.block_n > keys and not tile.is_apart:
             self._sums = SumsForm(tile.block_m * wide // 64)
             self._sums_narrow = SumsForm(tile.block_m * narrow // 64) if narrow else None
 
     def sums_shape(self, slots: int) -> tuple[int, int]:
-        """Return room for so many tiles of dq, or a few more: they are set to 0 in whole pieces."""
+        """Return a shape for ``slots`` tiles of dq or a few more: they are cleared by whole pieces.
+
+        A piece is ``PIECE`` elements.
+        """
         unit = PIECE // math.gcd(PIECE, self.numbers)
         return cdiv(slots, unit) * unit, self.numbers
 
     def forms(
         self, tensors: Six, bias: MapForm | None = None, ds: MapForm | None = None
     ) -> backward_structures.Maps:
-        """Return the form of each map that ``__call__`` returns a tensor for."""
+        """Return a map for each tensor that ``__call__`` returns."""
         wide, narrow = (
             [
                 MapForm(t, rows, width, ragged=self._ragged) if width else None
@@ -81,9 +84,6 @@ class BackwardMaps:
         bias: Tensor | None = None,
         ds: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return q, k, v, the output's gradient, dk, dv and the sums, as often as they have maps.
-
-        They are the fields of ``Maps``.
-        """
+        """Return the tensors of the fields of ``Maps``; a tensor with two panels comes twice."""
         narrow = narrow_panels(tensors, self._narrow) if self._is_cut else NO_PANELS
         return *tensors, *narrow, bias, ds, sums, sums if self._sums_narrow else None

@@ -1,17 +1,19 @@
 """The bitwise repeatable backward on Hopper: parts of dq are added in the order of their keys.
 
-A tile of queries gets the part of the first block of keys that it sees, then that of the second,
-and so on: an order that depends on nothing but the call's mask and the sequence's lengths. A warp
-for each half of dq waits for its turn and adds, while the warpgroups go on with the next tile.
+A tile of queries receives the part of the first block of keys that it sees, then the part of the
+second block, and so on. This order depends only on the call's mask and the sequence's lengths. One
+warp for each half of dq waits for its place in the order and adds, while the warpgroups go on with
+the next tile.
 
 All programs walk the queries from the last to the first. Under a causal mask all blocks of keys see
-the last tile, so whoever starts later arrives later, and after the first tile nobody waits. With a
-window that ends on the left a block begins at a later tile the later its keys are, and meets each
-tile after the blocks ahead of it. Neighbouring programs are of different heads (``span``), so that
-few blocks of one head begin together.
+the last tile, so a program that starts later arrives later, and after the first tile no program
+waits. With a left window, blocks with later keys begin at later tiles, and reach each tile after
+the blocks before them. Neighbouring programs belong to different heads (``span``), so that few
+blocks of one head begin together.
 
-All query heads of a group are walked at once, tile by tile. One after the other, they would begin
-anew with the last tile, and of the blocks that a causal mask makes shorter each would wait there.
+A program walks all query heads of a group at once, tile by tile. If it walked them one after the
+other, each head would begin again with the last tile, and the blocks that a causal mask makes
+shorter would all wait there.
 """
 
 from ...._linked.hopper.compat import gl, gluon, mbarrier, tma
@@ -33,7 +35,7 @@ def tile_at(step, first, end, OPTIONS: gl.constexpr):
 def head_at(turn, head_k, steps, OPTIONS: gl.constexpr):
     """Return the query head of a program's step, and the number of the step in its walk.
 
-    There is a walk of so many ``steps`` for each head, or if additions are ordered one for all.
+    Each head has a walk of ``steps`` steps; with ordered additions all heads share one walk.
     """
     head = head_k * OPTIONS.GROUP
     step = turn
@@ -48,7 +50,7 @@ def head_at(turn, head_k, steps, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def turn_at(tile, first_key, diagonal, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return how many blocks of keys add to a tile of queries ahead of the one at ``first_key``."""
+    """Return how many blocks of keys add to a tile of queries before the block at ``first_key``."""
     first_block = 0
     if OPTIONS.HAS_LEFT:
         first_seen = gl.maximum(tile * TILE.BLOCK_M + diagonal - numbers.window_left, 0)
@@ -60,8 +62,8 @@ def turn_at(tile, first_key, diagonal, numbers, OPTIONS: gl.constexpr, TILE: gl.
 def _find_tile(step, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(place, counter, turn)`` of the half of dq that a warpgroup makes in a step.
 
-    ``place`` is the tile's in the sequence's sums, ``counter`` the half's, and ``turn`` what the
-    counter has to reach.
+    ``place`` is the tile's index in the sequence's sums, ``counter`` the address of the half's
+    counter, and ``turn`` the value that the counter has to reach.
     """
     block, walk, numbers = program.block, program.walk, program.numbers
     head, step = head_at(step, block.head_k, walk.end - walk.begin, OPTIONS)
@@ -73,7 +75,7 @@ def _find_tile(step, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def _await_first(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the turn of the first half of dq, if there is one; return how many there are."""
+    """Wait until the first half of dq may be added, if there is one; return how many there are."""
     steps = (program.walk.end - program.walk.begin) * OPTIONS.GROUP
     if steps > 0:
         _place, counter, turn = _find_tile(0, W, program, OPTIONS, TILE)
@@ -83,7 +85,7 @@ def _await_first(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _find_next(step, steps, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the counter and the turn of the step after this one; of the last one, its own."""
+    """Return the counter and the turn of the next step; for the last step, its own."""
     step = gl.minimum(step + 1, steps - 1)
     _place, counter, turn = _find_tile(step, W, program, OPTIONS, TILE)
     return counter, turn
@@ -91,9 +93,9 @@ def _find_next(step, steps, W: gl.constexpr, program, OPTIONS: gl.constexpr, TIL
 
 @gluon.jit
 def hand_over(values, step, program, W: gl.constexpr):
-    """Give warpgroup ``W``'s half of dq to the warp that adds it; ``step`` as even or odd as its.
+    """Give warpgroup ``W``'s half of dq to the warp that adds it; only the parity of step counts.
 
-    It is stored once the half before has been read.
+    The half is stored once the half before it has been read.
     """
     rows = panels_in_rows(values)
     mbarrier.wait(program.order.empty.index(W), (step & 1) ^ 1)
@@ -103,7 +105,7 @@ def hand_over(values, step, program, W: gl.constexpr):
 
 @gluon.jit
 def add_in_order(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Add warpgroup ``W``'s halves of dq to the sums in memory, each when it is its turn."""
+    """Add warpgroup ``W``'s halves of dq to the sums in memory, in the order of keys."""
     # in rows of the maps
     HALF: gl.constexpr = TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 64
     order = program.order
@@ -114,7 +116,7 @@ def add_in_order(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
         row = program.dq_at + (2 * place + W) * HALF
         add_panels(program.maps.sums, row, program.dq_s, W)
         following, turn = _find_next(step, steps, W, program, OPTIONS, TILE)
-        # while the additions travel
+        # read the next counter while the additions are in flight
         count = ask(following)
         tma.store_wait(0)
         mbarrier.arrive(order.empty.index(W), count=1)
@@ -130,16 +132,16 @@ def begin_turn(step, program, W: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def say_added(program, W: gl.constexpr, OPTIONS: gl.constexpr):
-    """Say that warpgroup ``W`` has added its half."""
+    """Signal: warpgroup ``W`` has added its half."""
     if OPTIONS.ORDERED:
         mbarrier.arrive(program.order.full.index(W), count=1)
 
 
 @gluon.jit
 def pass_turns(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Let warpgroup ``W`` add its halves of dq, each when it is its turn, above head dim 128.
+    """Let warpgroup ``W`` add its halves of dq in the order of keys, above head dim 128.
 
-    There its threads add. ``empty`` says that they may, and ``full`` that they have.
+    There its threads add: ``empty`` signals that they may add, ``full`` that they have added.
     """
     order = program.order
     steps = _await_first(W, program, OPTIONS, TILE)

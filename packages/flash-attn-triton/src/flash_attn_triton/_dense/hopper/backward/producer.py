@@ -1,4 +1,4 @@
-"""The copying warp of the Hopper backward."""
+"""The producer warp of the Hopper backward."""
 
 from ...._linked.hopper.compat import gl, gluon, mbarrier
 from ...._linked.hopper.gradients import ROWS
@@ -24,7 +24,7 @@ def copy_block(descs, buffers, full, program, OPTIONS: gl.constexpr, TILE: gl.co
 def await_consumers(turns, FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Wait at a ring's named barriers until its last stages are empty.
 
-    Consumers arrive there after every tile, and a barrier must not keep arrivals at the end.
+    Consumers arrive there after every tile, and at the end no barrier may hold unmatched arrivals.
     """
     for back in gl.static_range(STAGES):
         if turns > back:
@@ -33,16 +33,16 @@ def await_consumers(turns, FIRST: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the block's keys and values, then tiles of queries and of what belongs to them.
+    """Copy the block's keys and values, then tiles of queries, output gradients, LSE and delta.
 
-    Queries and their LSE have a ring of stages, output gradients and delta another one.
+    Queries and LSE share one ring of stages, output gradients and delta another.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
     GROUP: gl.constexpr = OPTIONS.GROUP
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
-    # elsewhere this warp has no registers for it
+    # with other tiles this warp lacks the registers
     EARLY: gl.constexpr = TILE.MAKES_DK and BLOCK_M == 128
     maps, pipeline = program.maps, program.pipeline
     tensors, block, walk = program.tensors, program.block, program.walk
@@ -57,17 +57,17 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         row = tile_at(step, walk.begin, walk.end, OPTIONS) * BLOCK_M
         inside = row + index < block.len_q
         rows_at = block.row_at + head.to(gl.int64) * block.row_pitch + row
-        # beyond the end an exponential is 0, as it is in a row that sees no key
+        # inf makes the exponentials 0: after the last row, and in fully masked rows
         lse2 = gl.load(tensors.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
         if TILE.MAKES_DK:
             delta = gl.load(
                 tensors.delta_ptr + rows_at + index, mask=inside, other=0.0
             )  # [BLOCK_M]
         if TILE.MAKES_DK and tensors.rng_state_ptr is not None:
-            # the scale of what dropout keeps is a factor of all three gradients
+            # keep_scale is a factor of all three gradients
             delta = delta / program.numbers.keep_scale
         if tensors.alibi_slopes_ptr is not None:
-            # the part of the queries in the distances; that of the keys is the consumers'
+            # the rows' part of the distances; the consumers add the keys' part
             first_row = row + block.diagonal
             side = side_of(slope_of(head, program), first_row, block)
             lse2 += (first_row - block.first_key + index).to(gl.float32) * side
@@ -77,7 +77,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             barrier_sync(EMPTY + stage, PARTIES, 1)
         copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
         if EARLY and turn < STAGES_O:
-            # stages are empty: begin to copy before the row numbers are there
+            # the stages are empty: begin to copy before LSE and delta have arrived
             if turn == 0:
                 copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
             full = pipeline.dout_full.index(turn)

@@ -1,4 +1,4 @@
-"""The last kernel of the Hopper backward: scale the sums of dq, round them, put them in order."""
+"""The last kernel of the Hopper backward: scale, round and reorder the sums of dq."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..parameters import RoundingNumbers
 
 @triton.jit
 def _load_half(sums_ptr, WIDTH: tl.constexpr):
-    """Return a warpgroup's sums of a panel, ``[64, WIDTH]``."""
+    """Load a warpgroup's sums of a panel, ``[64, WIDTH]``."""
     sums = tl.load(sums_ptr + tl.arange(0, 64 * WIDTH))  # [64 * WIDTH]
     sums = tl.permute(tl.reshape(sums, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     return tl.reshape(sums, (64, WIDTH))
@@ -43,9 +43,9 @@ def round_dq_kernel(
 ):
     """``dq = scale * sums``, rounded, of a tile of queries.
 
-    Each of two warpgroups added up half of the tile's columns, or with 128 queries of its rows.
-    Where the columns are cut, it has half of either panel, the narrow behind the wide.
-    ``sums`` is ``[heads, tiles, 2, 64 * width]`` in fp32, and within a panel: eights of columns,
+    Each of two warpgroups summed half of the tile's columns, or with 128 queries half of its rows.
+    With two panels it has half of each, first of the wide panel, then of the narrow one. ``sums``
+    is ``[heads, tiles, 2, 64 * width]`` in fp32. Dimensions within a panel: eights of columns,
     warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
     """
     PARTS: tl.constexpr = BLOCK_M // 64
@@ -68,12 +68,12 @@ def round_dq_kernel(
     sequence = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
     shift = 0
     if HAS_RIGHT:
-        # rows ahead of the first one that sees a key were never added to
+        # rows before the first one that sees a key have no sums
         shift = tl.minimum(tl.maximum(len_q - len_k - window_right, 0), len_q)
     sums_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * (WIDE + NARROW))
     for half in tl.static_range(2):
         for panel in tl.static_range(2 if NARROW > 0 else 1):
-            # where the panel's sums begin, and its columns
+            # begin of the panel's sums, then its rows and columns
             begin = half * (32 * PARTS * (WIDE + NARROW)) + panel * (32 * PARTS * WIDE)
             sums = _load_half(sums_ptr + begin, (NARROW if panel > 0 else WIDE) * PARTS // 2)
             rows = block * BLOCK_M + tl.arange(0, 64)

@@ -1,14 +1,14 @@
-"""The gradient of a bias that several sequences, or key heads, share: one stores, the others add.
+"""The gradient of a bias that several sequences, or key heads, share: one stores, the rest add.
 
-Their programs run side by side (``find_block``), own the same keys and walk the same queries: all
-sequences are equally long. The program that begins first stores its gradients of scores by TMA.
-Each of the others adds its own once that tile is there, which a counter in memory says. So nothing
-is set to zero first, and sums are still in the L2 cache. A warp does it, while the warpgroups go on
-with the next tile.
+Programs that share a bias run side by side (``find_block``), own the same keys and walk the same
+queries: all sequences have one length. The program that begins first stores its gradients of scores
+by TMA and counts stored tiles in memory. Every other program adds its gradients of a tile once that
+tile is stored. So memory need not be cleared first, and sums are still in the L2 cache. One warp
+does this, while the warpgroups go on with the next tile.
 
-Who stores is told by another counter, which programs raise as they begin. Whoever stores waits for
-nobody, and the others wait for it alone, which has begun. So every wait ends: no order in which a
-GPU starts programs, and no number of multiprocessors, is relied on.
+A second counter, which every program raises as it begins, chooses the program that stores. That
+program waits for no program, and the rest wait only for it, which has begun. So every wait ends,
+whatever order a GPU starts programs in and however many multiprocessors it has.
 """
 
 from ...._linked.hopper.compat import add_out, copy_out, gl, gluon, hopper, mbarrier, tma
@@ -23,7 +23,7 @@ from .structures import Order
 
 @gluon.jit
 def share_block(block, tensors, numbers, TILE: gl.constexpr):
-    """Return the ``Order`` of a program: its block's counters, and mbarriers of its buffers."""
+    """Return the ``Order`` of a program: counters of its block, mbarriers of its buffers."""
     sequences, heads = numbers.sequences_together, numbers.heads_together
     plane = block.sequence // sequences * (numbers.heads_k // heads) + block.head_k // heads
     place = plane * numbers.tiles + block.first_key // TILE.BLOCK_N
@@ -40,7 +40,7 @@ def await_buffer(turn, program, OPTIONS: gl.constexpr):
 
 @gluon.constexpr_function
 def _text_of_raise(left):
-    """Return PTX that raises a counter by one once all but ``left`` of a warp's copies arrived."""
+    """Return PTX that raises a counter by one once all but ``left`` copies of a warp arrived."""
     return f"""
         {{
             .reg .pred first;
@@ -57,10 +57,10 @@ def _text_of_raise(left):
 
 @gluon.jit
 def _say_stored(counter, LEFT: gl.constexpr):
-    """Raise a counter once all that the warp stored by TMA is there, but the last ``LEFT`` copies.
+    """Raise a counter once the warp's TMA stores are in memory, except the last ``LEFT`` copies.
 
-    Whichever thread issued the copies waits for them, and fences them from its proxy. Behind the
-    barrier, the first thread's fence releases them to whoever acquires the counter.
+    The thread that issued the copies waits for them and fences its proxy. After the barrier, the
+    first thread's fence releases them to every thread that acquires the counter.
     """
     TEXT: gl.constexpr = _text_of_raise(LEFT)
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
@@ -76,7 +76,7 @@ def _say_stored(counter, LEFT: gl.constexpr):
 
 @gluon.jit
 def _await_stored(counter, turn):
-    """Wait until the tile of step ``turn`` is stored: until a counter in memory is above it."""
+    """Wait until the tile of step ``turn`` is stored: until the counter exceeds ``turn``."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
     gl.inline_asm_elementwise(
         """
@@ -104,7 +104,7 @@ def _await_stored(counter, turn):
 def keep_shared(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Store the gradients of scores of the block, or add them to those of the first program.
 
-    A tile is said to be stored once the next one is on its way, so that no step waits for it.
+    A tile is signalled as stored after the next store has begun, so that no step waits for it.
     """
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
     order, desc, ds_s = program.order, program.maps.ds_desc, program.pipeline.ds_s
@@ -135,8 +135,8 @@ def keep_shared(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 def clear_hidden(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Store zeros where the mask hides whole tiles of ``W``'s keys, at the end of a program.
 
-    Programs that share the bias divide these tiles. They end where those of the walk begin. No
-    store may begin ahead of the first row: rows that fill no tile there ``BiasSum`` sets to zero.
+    Programs that share the bias divide these tiles. They end where the tiles of the walk begin. No
+    store may begin before the first row, so ``BiasSum`` clears the rows that do not fill a tile.
     """
     if OPTIONS.CLEARS_DS:
         numbers, block, walk = program.numbers, program.block, program.walk
@@ -145,7 +145,7 @@ def clear_hidden(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
         own = block.sequence % numbers.sequences_together + block.head_k % numbers.heads_together
         rows = walk.begin * TILE.BLOCK_M + block.ahead_q
         tiles = rows // TILE.BLOCK_M * OPTIONS.GROUP
-        # the first of the buffers
+        # wait for the first buffer
         await_buffer(steps + steps % 2, program, OPTIONS)
         zeros_s = gradients_of(W, program, TILE)  # [ROWS, BLOCK_M]
         zeros_s.store(gl.zeros([ROWS, TILE.BLOCK_M], zeros_s.dtype, accumulator(TILE.BLOCK_M)))

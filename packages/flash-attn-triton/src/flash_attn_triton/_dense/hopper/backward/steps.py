@@ -1,11 +1,11 @@
-"""What a warpgroup of the Hopper backward does up to head dim 128, tile by tile of queries.
+"""The steps of a warpgroup of the Hopper backward up to head dim 128, tile by tile of queries.
 
-Of the five products (wgmma) of a tile one is under way while a warpgroup computes: that of dp
-beside the exponentials, that of dv beside the gradient of the scores, and those of dk and of the
-next tile's scores beside the addition to dq. More in flight was slower: a warpgroup cannot go on
-before the tensor cores have taken its product. The product of dq is one step behind: the gradients
-of scores that it needs from the other warpgroup are there by then, so that the two need not keep
-step, and one computes while the other multiplies.
+A tile has five products (wgmma), and one of them runs while the warpgroup computes: dp during the
+exponentials, dv during the gradient of the scores, dk and the next tile's scores during the
+addition to dq. More products in flight were slower: a warpgroup cannot go on before the tensor
+cores have taken its product. The product of dq is one step late. By then the other warpgroup has
+stored its gradients of scores, so the two need not run in lockstep, and one computes while the
+other multiplies.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
@@ -36,18 +36,18 @@ from .places import DQ_TILE, FIRST_ROW, place_of
 from .shared_bias import await_buffer, clear_hidden
 from .structures import Carried, Head
 
-# threads that meet where a stage is empty: two warpgroups and the producer's warp
+# threads at the barrier of an empty stage: two warpgroups and the producer's warp
 PARTIES = gl.constexpr(288)
-# named barriers: a warpgroup's gradients of scores are stored, in either buffer; those of the
-# second warpgroup come eight later
+# first of the named barriers that signal stored gradients of scores: one per buffer; the second
+# warpgroup's come eight later
 MADE = gl.constexpr(6)
 
 
 @gluon.constexpr_function
 def adds_by_threads(tile):
-    """Say whether threads add to dq, not the TMA: of 64 keys, or where dv has its own launch.
+    """Tell whether threads add to dq, not the TMA: with 64 keys, or if dv has its own launch.
 
-    There the tiles take all of the shared memory.
+    The tiles then take all of the shared memory.
     """
     return tile.BLOCK_N == 64 or not tile.MAKES_DV
 
@@ -56,24 +56,24 @@ def adds_by_threads(tile):
 def slope_of(head, program):
     """Return ALiBi's slope of a query head, in base 2."""
     tensors, numbers = program.tensors, program.numbers
-    # padding takes that of a neighbour
+    # padding takes its neighbour's slope
     owner = gl.maximum(gl.minimum(program.block.sequence, numbers.batch - 1), 0)
     return gl.load(tensors.alibi_slopes_ptr + owner * numbers.stride_alibi_b + head) * LOG2E
 
 
 @gluon.jit
 def side_of(slope, first_row, block):
-    """Return ALiBi's slope of a tile of queries, negated if they come ahead of the block's keys.
+    """Return ALiBi's slope of a tile of queries, negated if they come before the block's keys.
 
-    Then ``distance * slope`` is ``(row - key) * side``, but in tiles that ``Walk`` says cross over.
-    ``lse2`` comes with the part of the row in it: ``(row - block.first_key) * side``.
+    Then ``distance * slope`` is ``(row - key) * side``, except in the tiles with a mask. ``lse2``
+    already contains the row's part of it: ``(row - block.first_key) * side``.
     """
     return gl.where(first_row < block.first_key, -slope, slope)
 
 
 @gluon.jit
 def _tilt(logits, first_key, first_row, slope, MASKED: gl.constexpr, block):
-    """Subtract ALiBi's ``distance * slope``, of which ``lse2`` brought the part of the rows."""
+    """Subtract ALiBi's ``distance * slope``, of which ``lse2`` already contains the rows' part."""
     S: gl.constexpr = logits.type.layout
     keys = first_key + gl.arange(0, logits.shape[0], gl.SliceLayout(1, S))  # [keys]
     side = side_of(slope, first_row, block)
@@ -121,11 +121,11 @@ def probabilities(
     program,
     OPTIONS: gl.constexpr,
 ):
-    """Return ``p = exp2(s - shift)`` of scores [keys, queries], and what dp is multiplied with.
+    """Return ``p = exp2(s - shift)`` of scores [keys, queries], and the factor of dp in ds.
 
-    ``shift`` is the LSE less the bias. What dp is multiplied with is p, or with a softcap p times
-    the derivative of the cap. What dropout drops is negated in both. Queries count from the one
-    that faces key 0.
+    ``shift`` is the LSE minus the bias. The factor of dp is p, or with a softcap p times the
+    derivative of the cap. Both are negative where dropout drops. Rows are numbered by the key that
+    they stand at.
     """
     S: gl.constexpr = s.type.layout
     block = program.block
@@ -165,7 +165,7 @@ def probabilities(
 
 @gluon.jit
 def rounded(p, program, dtype: gl.constexpr):
-    """Return the probabilities of ``probabilities`` as the factor of dv."""
+    """Round probabilities, with 0 where dropout drops, for the product of dv."""
     if program.tensors.rng_state_ptr is not None:
         factor = round_kept(p, dtype)
     else:
@@ -175,7 +175,7 @@ def rounded(p, program, dtype: gl.constexpr):
 
 @gluon.jit
 def score_gradient(weight, dp, delta, program):
-    """Return the gradient of scores; ``dp`` began at ``delta``, which is its negative."""
+    """Return the gradient of scores; ``delta`` is negated, and ``dp`` already contains it."""
     if program.tensors.rng_state_ptr is not None:
         ds = gradient_of_kept(weight, dp, delta[None, :])
     else:
@@ -185,7 +185,7 @@ def score_gradient(weight, dp, delta, program):
 
 @gluon.jit
 def scale_of(factor, program):
-    """Return a gradient's last factor: ``factor``, times the scale of what dropout keeps."""
+    """Return a gradient's last factor: ``factor``, with dropout times ``keep_scale``."""
     if program.tensors.rng_state_ptr is not None:
         factor *= program.numbers.keep_scale
     return factor
@@ -193,21 +193,21 @@ def scale_of(factor, program):
 
 @gluon.jit
 def say_made(turn, W: gl.constexpr):
-    """Say that ``W``'s gradients of a step are stored; ``turn`` is as even or odd as the step."""
+    """Signal: warpgroup ``W`` has stored its ds. Of ``turn`` only the parity counts."""
     barrier_arrive(MADE + 8 * W + turn % 2, 256, 4)
 
 
 @gluon.jit
 def await_made(turn, W: gl.constexpr):
-    """Wait until the other warpgroup than ``W`` has said so."""
+    """Wait for the signal of the other warpgroup than ``W``."""
     barrier_sync(MADE + 8 * (1 - W) + turn % 2, 256, 4)
 
 
 @gluon.jit
 def multiply_dq(program, turn, none, W: gl.constexpr, TILE: gl.constexpr):
-    """Begin ``W``'s half of the product of dq of step ``turn``: of its columns, or of its rows.
+    """Begin ``W``'s half of the product of dq of step ``turn``.
 
-    Of columns it is the half of each panel.
+    With 128 queries it is half of the rows, else half of the columns of each panel.
     """
     PARTS: gl.constexpr = TILE.BLOCK_M // 64
     WIDTH: gl.constexpr = TILE.HEAD_DIM * PARTS // 2
@@ -235,13 +235,13 @@ def _pass_on(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Add ``W``'s half of dq to the sums at ``row``, or give it to the warp that does.
+    """Add ``W``'s half of dq to the sums at ``row``, or give it to the warp that adds.
 
-    ``LEFT`` stores by TMA of ``keep_gradient`` may be under way: those behind the last addition.
+    Up to ``LEFT`` TMA stores of ``keep_gradient`` may be in flight: those after the last addition.
     """
     if OPTIONS.ORDERED:
         if program.maps.ds_desc is not None:
-            # for ``keep_gradient``: ``send`` waits as well
+            # ``keep_gradient`` needs this wait; ``send`` has its own
             tma.store_wait(LEFT)
         hand_over(dq, step, program, W)
     elif adds_by_threads(TILE):
@@ -252,7 +252,7 @@ def _pass_on(
 
 @gluon.jit
 def add_by_threads(dq, pointer):
-    """Add a warpgroup's half of dq to memory, the narrow panel behind the wide one."""
+    """Add a warpgroup's half of dq to memory, first the wide panel, then the narrow one."""
     add_to_memory(pointer, dq[0])
     if len(dq) > 1:
         SIZE: gl.constexpr = 64 * dq[0].shape[1]
@@ -261,7 +261,7 @@ def add_by_threads(dq, pointer):
 
 @gluon.jit
 def send(dq, row, LEFT: gl.constexpr, program, W: gl.constexpr):
-    """Add ``W``'s half of dq to the sums at ``row`` by TMA; ``LEFT`` stores may be under way."""
+    """Add ``W``'s half of dq to the sums at ``row`` by TMA; ``LEFT`` stores may be in flight."""
     rows = panels_in_rows(dq)
     tma.store_wait(LEFT)
     stage_panels(rows, program.dq_s, W)
@@ -280,7 +280,7 @@ def walk_tiles(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Accumulate dk and dv for tiles of queries of one ``Head``; dq lags one tile."""
+    """Accumulate dk and dv for tiles of queries of one ``Head``; dq is one tile late."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
@@ -300,7 +300,7 @@ def walk_tiles(
     row = head.dq_at + first_tile * ROWS_DQ
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     for step in range(tiles):
-        # 0, but not for the compiler: what it can take out of the loop, it holds in registers
+        # 0, which the compiler cannot know: else it hoists addresses out of the loop into registers
         none = turn >> 30
         k = tile_of(pipeline.k_s, W + none, ROWS)  # [ROWS, HEAD_DIM]
         v = tile_of(pipeline.v_s, W + none, ROWS)  # [ROWS, HEAD_DIM_V]
@@ -328,7 +328,7 @@ def walk_tiles(
             dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
         dp = hopper.warpgroup_mma_wait(PANELS_V, deps=(dp,))
         if program.tensors.rng_state_ptr is not None:
-            # anew: it would take registers beside the exponentials
+            # load again: kept during the exponentials, it would take registers
             delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         ds = score_gradient(weight, dp, delta, program).to(dtype)  # [ROWS, BLOCK_M]
         await_made(turn + 1, W)
@@ -336,7 +336,7 @@ def walk_tiles(
         gradients_of(turn % 2 * 2 + W, program, TILE).store(ds)
         hopper.fence_async_shared()
         keep_gradient(turn, W, program, OPTIONS, TILE)
-        # of the step before; in the first one, of whatever lies there
+        # dq of the step before; in the first step, of undefined data, which is not added
         dq = multiply_dq(program, turn + 1, none, W, TILE)
         if TILE.MAKES_DV:
             dv = wait_for(dv, 2 * PANELS)
@@ -345,7 +345,7 @@ def walk_tiles(
         dk = multiply_values(ds, q, dk)  # [ROWS, HEAD_DIM]
         turn += 1
         following = turn % STAGES_Q
-        # behind the last tile: scores of whatever lies there, which nobody reads
+        # after the last tile: scores of undefined data, which are not read
         mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
         q = tile_of(pipeline.q_s, following, BLOCK_M)
         s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
@@ -354,7 +354,7 @@ def walk_tiles(
             _pass_on(dq, last, turn, W, LEFT, program, OPTIONS, TILE)
         last = row
         row += ROWS_DQ
-        # in flight over the loop's back edge, these would keep ptxas from overlapping anything
+        # a product in flight over the loop's back edge would keep ptxas from overlapping any
         dk, s = wait_for_all(dk, s)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         say_made(turn + 1, W)
@@ -388,7 +388,8 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     if count_turns(program.walk, OPTIONS) > 0:
         _pass_on(dq, carried.last, carried.turn + 1, W, 0, program, OPTIONS, TILE)
     where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
-    # its values no warpgroup shares; its keys the other one may still be multiplying
+    # dv goes out through this warpgroup's values, which it alone reads; dk through its keys, which
+    # the other warpgroup may still be multiplying
     if TILE.MAKES_DV:
         dv = carried.dv
         if program.tensors.rng_state_ptr is not None:
@@ -403,8 +404,8 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Compute warpgroup ``W``'s 64 rows of dk and dv, and its half of what goes to dq."""
-    # queries ahead of the block's keys see them
+    """Compute warpgroup ``W``'s 64 rows of dk and dv, and its half of the block's part of dq."""
+    # queries before the block's keys see them
     ALIBI_AHEAD: gl.constexpr = (
         program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
     )
@@ -420,15 +421,15 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     s = _first_scores(W, program, OPTIONS, TILE)  # [ROWS, BLOCK_M]
     turn = 0
     first_head = program.block.head_k * OPTIONS.GROUP
-    # the warpgroups' halves of a tile of dq lie one behind the other
+    # a tile of dq is stored as the first warpgroup's half, then the second's
     half = W * (TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 64)
     dq_row = program.dq_at + (first_head * program.dq_pitch + half)
     carried = Carried(dk, dv, s, turn, dq_row)
-    # dq is one step behind
+    # dq is one step late
     say_made(turn + 1, W)
     for member in range(WALKS):
         head = head_of(member, dq_row, program, OPTIONS)
-        # the parts of ``Walk``, of which every second one needs a mask
+        # the parts of ``Walk``; the second and the fourth need a mask
         for i in gl.static_range(FIRST, LAST, BY):
             if (i > 0 or ALIBI_AHEAD) and (i < 3 or OPTIONS.HAS_LEFT):
                 carried = walk_tiles(

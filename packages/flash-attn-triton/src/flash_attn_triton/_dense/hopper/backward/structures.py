@@ -1,9 +1,8 @@
-"""What the functions of the Hopper backward hand to each other, as structures.
+"""Structures of arguments of the device functions of the Hopper backward.
 
-Upper-case fields are constants of the build: such a structure is passed on as ``gl.constexpr``.
-Lower-case fields are values at run time, and hold no constants. The host passes ``Maps``,
-``Tensors``, ``Numbers``, ``Options`` and ``Tile``, and the entry takes their fields as its
-parameters, in this order.
+Fields in upper case are constants of a build, passed as ``gl.constexpr``; fields in lower case are
+run-time values. The entry takes the fields of ``Maps``, ``Tensors``, ``Numbers``, ``Options`` and
+``Tile`` as its parameters, in this order.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 
 
 class Maps(NamedTuple):
-    """The tensor maps of TMA, and where dq is summed, as the host passes them.
+    """The tensor maps of TMA, and the sums of dq, as the host passes them.
 
-    Those of narrow panels are None where nothing is cut, and two others are optional.
+    Maps of narrow panels are None without narrow panels; ``bias_desc`` and ``ds_desc`` may be None.
     """
 
     q_desc: Any
@@ -30,13 +29,13 @@ class Maps(NamedTuple):
     dk_narrow_desc: Any
     dv_narrow_desc: Any
     bias_desc: Any
-    ds_desc: Any  # where gradients of scores are kept: see ``keep_gradient``
+    ds_desc: Any  # stored gradients of scores; see ``keep_gradient``
     sums: Any  # of dq: a map, or a pointer; see ``adds_by_threads``
-    sums_narrow: Any  # beside a map, that of narrow panels
+    sums_narrow: Any  # if ``sums`` is a map: the map of the narrow panels
 
 
 class Panels(NamedTuple):
-    """The same in the kernel: of each tensor a tuple of maps; see ``panels.py``."""
+    """``Maps`` in the kernel: a tuple of maps for each tensor; see ``panels.py``."""
 
     q_descs: Any
     k_descs: Any
@@ -46,22 +45,22 @@ class Panels(NamedTuple):
     dv_descs: Any
     bias_desc: Any
     ds_desc: Any
-    sums: Any  # a tuple likewise, or a pointer, to which the threads add
+    sums: Any  # a tuple of maps, or a pointer, to which the threads add
 
 
 class Tensors(NamedTuple):
     """The other tensors of a call."""
 
     lse2_ptr: Any  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
-    delta_ptr: Any  # of the same shape
-    alibi_slopes_ptr: Any  # None, or [heads_q] of each sequence
+    delta_ptr: Any  # the same shape
+    alibi_slopes_ptr: Any  # None, or [heads_q] for each sequence
     rng_state_ptr: Any  # None without dropout
     cu_seqlens_q_ptr: Any  # None, or [batch + 1]
     cu_seqlens_k_ptr: Any
     seqused_k_ptr: Any  # None, or [batch]
-    # 0 before the launch. Where ``ORDERED``: how many programs have begun, then how often each half
-    # of a tile of dq was added to. Where ``SHARES_DS``: for each block of keys of those that share
-    # a bias, how many programs have begun, and how many tiles of its gradient are stored
+    # 0 before the launch. With ``ORDERED``: the number of programs that have begun, then for each
+    # half of a tile of dq the number of additions to it. With ``SHARES_DS``: for each block of keys
+    # of a shared bias, the programs that have begun and the tiles of its gradient that are stored
     counters_ptr: Any
 
 
@@ -74,100 +73,105 @@ class Numbers(NamedTuple):
     window_right: Any
     batch: Any
     heads_k: Any
-    tokens_q: Any  # of a sequence, packed of all
+    tokens_q: Any  # of a sequence; packed: of all sequences
     tokens_k: Any
-    tiles: Any  # blocks of keys of a sequence, packed slots for those of all
-    tiles_q: Any  # tiles of queries, likewise
+    tiles: Any  # blocks of keys of a sequence; packed: slots for the blocks of all sequences
+    tiles_q: Any  # the same for tiles of queries
     span: Any  # heads that are walked together
-    keep_scale: Any  # of what dropout keeps; see ``_reference/philox.py``
+    keep_scale: Any  # factor of kept probabilities; see ``_reference/philox.py``
     dropout_threshold: Any  # draws below it are dropped
     stride_alibi_b: Any
-    # where gradients of scores are kept: which sequences and key heads a launch has
+    # with stored gradients of scores: the sequences and key heads of a launch
     first_sequence: Any
     first_head: Any
     heads_here: Any  # key heads of each sequence
-    # and how many neighbours add theirs up in memory
+    # with shared gradients of scores: how many neighbours add theirs up in memory
     sequences_together: Any
     heads_together: Any  # key heads
 
 
 class Options(NamedTuple):
-    """What the call asks for."""
+    """Constants of a call's signature."""
 
     GROUP: Any  # query heads per key head
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
-    RAGGED: Any  # form of the tensor maps; see ``coordinates``
-    APART_Q: Any  # queries need not begin where those do that share a draw; see ``dropout.py``
-    APART_K: Any  # nor need keys
+    RAGGED: Any  # the tensor maps are ragged; see ``coordinates``
+    APART_Q: Any  # a tile may begin inside a group of queries with one draw; see ``dropout.py``
+    APART_K: Any  # a tile may begin inside a group of keys with one draw
     BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
     BIAS_HEADS: Any
     BIAS_ROWS: Any
-    ORDERED: Any  # dq repeats bit for bit; see ``ordered``
-    ADDS_DS: Any  # gradients of scores are added to what is there; see ``BiasSum``
-    SHARES_DS: Any  # those of programs that share a bias are added up; see ``shared_bias.py``
-    CLEARS_DS: Any  # and zeros are stored where a mask hides whole tiles of them
+    ORDERED: Any  # dq repeats bit for bit; see ``order.py``
+    ADDS_DS: Any  # gradients of scores are added to earlier ones in memory; see ``BiasSum``
+    SHARES_DS: Any  # programs that share a bias add their gradients up; see ``shared_bias.py``
+    CLEARS_DS: Any  # zeros are stored where a mask hides whole tiles of gradients
 
 
 class Tile(NamedTuple):
     """Sizes of the tiles and of the rings."""
 
-    BLOCK_M: Any  # queries of a step
-    BLOCK_N: Any  # keys of a program
+    BLOCK_M: Any  # queries per step
+    BLOCK_N: Any  # keys per program
     HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
     NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
-    HEAD_DIM_V: Any  # likewise of values and output gradients
+    HEAD_DIM_V: Any  # the same two for values and output gradients
     NARROW_V: Any
     STAGES_Q: Any  # of the ring of queries
     STAGES_O: Any  # of the ring of output gradients
     STAGES_B: Any  # of the ring of the bias
-    MAKES_DK: Any  # and dq; if not, the launch makes dv alone
+    MAKES_DK: Any  # the launch makes dk and dq; if not, dv alone
     MAKES_DV: Any
 
 
 class Located(NamedTuple):
-    """Which block of keys a program owns, and where its sequence lies."""
+    """The block of keys that a program owns, and its sequence."""
 
     block: Any  # -1 for a slot without a block
     sequence: Any
     head_k: Any
-    q_start: Any  # tokens ahead of the sequence
+    q_start: Any  # tokens before the sequence
     k_start: Any
     len_q: Any
     len_k: Any
 
 
 class Block(NamedTuple):
-    """A program's block of keys, in a sequence without the tokens that neither see nor are seen."""
+    """A program's block of keys; leading queries that see no key, and unseen keys, are cut."""
 
     sequence: Any
     head_k: Any
     first_key: Any
     q_start: Any
     k_start: Any
-    diagonal: Any  # the key that faces query 0
+    diagonal: Any  # the key that query 0 stands at
     len_q: Any
     len_k: Any
-    row_at: Any  # where the LSE and delta of the sequence begin, of head 0
-    row_pitch: Any  # from head to head
-    ahead_q: Any  # tokens that were left out ahead of query 0, and of key 0
+    row_at: Any  # index of the sequence's first LSE and delta, of head 0
+    row_pitch: Any  # stride of heads in LSE and delta
+    ahead_q: Any  # tokens cut before query 0, and before key 0
     ahead_k: Any
-    unused: Any  # keys behind the used ones, whose gradients are 0
+    unused: Any  # keys after ``seqused_k``, whose gradients are 0
 
 
 class Walk(NamedTuple):
-    """The tiles of queries that see a block of keys: four parts, from each field to the next."""
+    """The tiles of queries that see some key of a block: four parts, from each field to the next.
 
-    begin: Any  # from here up to ``end`` they see some key of it
-    cross: Any  # from here up to ``whole`` a mask is needed, or keys on either side are faced
-    whole: Any  # from here up to ``part`` they see all of them
+    Tiles [cross, whole) and [part, end) need a mask, or with ALiBi have keys on both sides; tiles
+    [whole, part) see all keys. Tiles [begin, cross) exist with ALiBi alone: they see all keys, and
+    come before them.
+    """
+
+    begin: Any
+    cross: Any
+    whole: Any
     part: Any
     end: Any
 
 
 class Pipeline(NamedTuple):
-    """Buffers in shared memory, and the mbarriers at which consumers wait until they are full.
+    """Buffers in shared memory, and the mbarriers that signal the consumers that one is full.
 
     The producer waits at named barriers until a stage is empty; see ``EMPTY``. Tiles lie in panels:
     their buffers are tuples of one or two; see ``panels.py``.
@@ -187,7 +191,7 @@ class Pipeline(NamedTuple):
 
 
 class ValuePipeline(NamedTuple):
-    """As much of ``Pipeline`` as dv alone takes."""
+    """The fields of ``Pipeline`` that a launch for dv alone needs."""
 
     q_s: Any
     k_s: Any
@@ -199,61 +203,61 @@ class ValuePipeline(NamedTuple):
 
 
 class BiasRing(NamedTuple):
-    """Tiles of the bias in shared memory, and the mbarriers that say when a stage is full."""
+    """Tiles of the bias in shared memory, and the mbarriers that signal a full stage."""
 
     tiles: Any  # [STAGES_B * BLOCK_N // 64, 1, 1, 1, BLOCK_M, 64], of one row [.., 1, 64]
     full: Any
 
 
 class Order(NamedTuple):
-    """What the warps that add to memory in turn share with the warpgroups that compute.
+    """Counters and mbarriers between the warps that add to memory in order and the warpgroups.
 
-    Where ``ORDERED`` they add to dq, each its half. Where ``SHARES_DS`` one keeps gradients of
-    scores.
+    With ``ORDERED`` two warps add to dq, each one half. With ``SHARES_DS`` one warp stores or adds
+    gradients of scores.
     """
 
-    counters_ptr: Any  # one for each half of a tile of dq, or the two of a block; see ``Tensors``
-    full: Any  # of ``dq_s``, one for each half, or of ``ds_s``, one for even steps, one for odd
+    counters_ptr: Any  # one for each half of a tile of dq, or two for a block; see ``Tensors``
+    full: Any  # of ``dq_s``, one for each half; or of ``ds_s``, one for even steps, one for odd
     empty: Any
 
 
 class Program(NamedTuple):
-    """What the roles of a warp-specialised program share.
+    """State that the roles of a warp-specialised program share.
 
-    ``gl.warp_specialize`` hands them to the warps in the order of the fields.
+    ``gl.warp_specialize`` hands it to the warps in the order of the fields.
     """
 
     maps: Panels
     pipeline: Pipeline
-    # [2, BLOCK_M * HEAD_DIM // 64, 32], a tuple of panels: dq on its way out, up to head dim 128
+    # [2, BLOCK_M * HEAD_DIM // 64, 32], a tuple of panels: dq before TMA adds it, to head dim 128
     dq_s: Any
     p_s: Any  # [2, 64, BLOCK_M]: probabilities, above head dim 128
-    bias: Any  # None, or its ``BiasRing``
-    dq_at: Any  # where the sequence's sums of dq begin: a row of the map, or an address
+    bias: Any  # None, or a ``BiasRing``
+    dq_at: Any  # begin of the sequence's sums of dq: a row of the map, or an address
     tensors: Tensors
     numbers: Numbers
     block: Block
-    dq_pitch: Any  # from head to head in the sums of dq
+    dq_pitch: Any  # stride of heads in the sums of dq
     walk: Walk
-    # None, or [2 * STAGES_Q, 1]: where each tile of queries lies, if only the producer knows; then
-    # the walk counts tiles of all heads
+    # None, or [2 * STAGES_Q, 1]: the place of each tile of queries, if only the producer knows it;
+    # then the walk counts tiles of all heads
     places_s: Any
     order: Any  # None, or an ``Order``
 
 
 class Head(NamedTuple):
-    """What is a query head's own."""
+    """Values that differ between query heads."""
 
-    dq_at: Any  # where its sums of dq begin
-    slope: Any  # ALiBi's, in base 2, or 0
-    dropout: Any  # its ``DropoutKey``, or 0
+    dq_at: Any  # begin of the head's sums of dq
+    slope: Any  # of ALiBi, in base 2, or 0
+    dropout: Any  # a ``DropoutKey``, or 0
 
 
 class Carried(NamedTuple):
-    """What a warpgroup carries from tile to tile of queries, up to head dim 128."""
+    """State that a warpgroup carries from tile to tile of queries, up to head dim 128."""
 
     dk: Any  # [64, HEAD_DIM], a tuple of panels
-    dv: Any  # [64, HEAD_DIM_V], likewise
+    dv: Any  # [64, HEAD_DIM_V], a tuple of panels
     s: Any  # [64, BLOCK_M]: scores of the next tile
     turn: Any  # tiles that are done
-    last: Any  # where the last tile's part of dq belongs
+    last: Any  # place of the last tile's part of dq

@@ -1,4 +1,4 @@
-"""The gradient of a bias after the Hopper backward, which keeps the gradients of all scores."""
+"""Sum the gradient of a bias from the gradients of all scores that the Hopper backward stored."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def sum_bias_kernel(
 ):
     """``dbias = keep_scale * sum(ds)`` over the sequences and heads that share a bias.
 
-    A program sums a tile in a fixed order. ``ds`` is ``[batch, heads_q, tokens_q, columns]``, whose
-    columns are keys up to whole accesses. What is hidden may be unset. No window ends on the left:
-    beside one, other kernels serve a bias.
+    A program sums a tile in a fixed order. ``ds`` is ``[batch, heads_q, tokens_q, columns]``;
+    columns are keys, padded to whole accesses. Hidden elements may be undefined. There is no left
+    window: other kernels run calls with a bias and a left window.
     """
     pid = tl.program_id(0)
     tile_q = pid % tiles_q
@@ -54,7 +54,7 @@ def sum_bias_kernel(
         step = heads_q
     elif not BIAS_BATCH:
         count = batch * heads_q
-    # 64 bits: an offset may pass 2**31
+    # 64 bits: an offset may exceed 2**31
     columns = tl.cdiv(tokens_k, ACCESS).to(tl.int64) * ACCESS
     ds_ptr += first * tokens_q * columns
     place = rows[:, None] * columns + keys[None, :]  # [BLOCK_M, BLOCK_N]

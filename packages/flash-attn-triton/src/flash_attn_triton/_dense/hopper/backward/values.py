@@ -1,8 +1,9 @@
-"""The gradient of values by a launch of its own, where dk and dv do not fit beside each other.
+"""The gradient of values in a separate launch, if the registers cannot hold both dk and dv.
 
-Between head dims 128 and 192 the registers hold dk of 128 keys, 64 a warpgroup, but not dv too.
-With 64 keys a program would add to dq twice as often, which bounds the backward. So one launch
-makes dk and dq, and another one makes the probabilities anew and dv: six products for five.
+Between head dims 128 and 192 the registers hold dk of 128 keys, 64 per warpgroup, but not also dv.
+A program with 64 keys would add to dq twice as often, and these additions bound the backward. So
+one launch makes dk and dq; a second launch recomputes the probabilities and makes dv. That takes
+six products instead of five.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
@@ -32,7 +33,7 @@ def make_value_pipeline(maps, TILE: gl.constexpr):
     k_s = allocate(maps.k_descs, TILE.BLOCK_N // ROWS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse2_s = gl.allocate_shared_memory(gl.float32, [TILE.STAGES_Q, TILE.BLOCK_M], PLAIN)
-    # two arrivals: the copy's, and that of the LSE, which the producer stores itself
+    # two arrivals: of the copy, and of the LSE, which the producer stores itself
     q_full = barriers(TILE.STAGES_Q, 2)
     dout_full = barriers(TILE.STAGES_O, 1)
     k_full = barriers(1, 1).index(0)
@@ -64,7 +65,7 @@ def _walk_values(
     total = count_turns(program.walk, OPTIONS)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     for tile in range(first_tile, end_tile):
-        # 0, but not for the compiler: what it can take out of the loop, it holds in registers
+        # 0, which the compiler cannot know: else it hoists addresses out of the loop into registers
         none = turn >> 30
         k = tile_of(pipeline.k_s, W + none, ROWS)  # [ROWS, HEAD_DIM]
         stage = turn % STAGES_Q
@@ -73,7 +74,7 @@ def _walk_values(
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         turn += 1
         following = turn % STAGES_Q
-        # behind the last tile: scores of whatever lies there, which nobody reads
+        # after the last tile: scores of undefined data, which are not read
         mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
         q = tile_of(pipeline.q_s, following, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
         more = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
@@ -88,7 +89,7 @@ def _walk_values(
         dout = tile_of(pipeline.dout_s, stage_o, BLOCK_M)  # [BLOCK_M, HEAD_DIM_V]
         mbarrier.wait(pipeline.dout_full.index(stage_o), parity_o)
         dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
-        # in flight over the loop's back edge, these would keep ptxas from overlapping anything
+        # a product in flight over the loop's back edge would keep ptxas from overlapping any
         dv, s = wait_for_all(dv, more)
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
     return dv, s, turn
@@ -97,7 +98,7 @@ def _walk_values(
 @gluon.jit
 def consume_values(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute warpgroup ``W``'s 64 rows of dv."""
-    # queries ahead of the block's keys see them
+    # queries before the block's keys see them
     ALIBI_AHEAD: gl.constexpr = (
         program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
     )
@@ -115,7 +116,7 @@ def consume_values(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.con
     turn = 0
     for member in range(OPTIONS.GROUP):
         head = head_of(member, 0, program, OPTIONS)
-        # the parts of ``Walk``, of which every second one needs a mask
+        # the parts of ``Walk``; the second and the fourth need a mask
         for i in gl.static_range(4):
             if (i > 0 or ALIBI_AHEAD) and (i < 3 or OPTIONS.HAS_LEFT):
                 dv, s, turn = _walk_values(

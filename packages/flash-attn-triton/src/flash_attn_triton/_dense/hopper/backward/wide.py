@@ -1,9 +1,10 @@
-"""What the two warpgroups of the Hopper backward do for heads wider than 128.
+"""The two warpgroups of the Hopper backward for heads wider than 128.
 
-A program owns 64 keys, whose dk and dv fill the registers of a warpgroup each. The first makes the
-probabilities and dv, the second their gradients and dk; each hands what it made to the other
-through shared memory, and multiplies half of the columns of dq. So one of them computes while the
-other's products (wgmma) run, and the factors of dk and dv never leave their registers.
+A program owns 64 keys. Their dk fills the registers of one warpgroup, and their dv those of the
+other. The first warpgroup makes the probabilities and dv, the second the gradients of scores and
+dk. Each passes its result to the other through shared memory, and multiplies half of the columns of
+dq. So one computes while the other's products (wgmma) run, and the factors of dk and dv stay in
+registers.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
@@ -33,7 +34,7 @@ from .steps import (
     score_gradient,
 )
 
-# named barriers, one for either buffer: probabilities, and their gradients, are there
+# first of two named barriers, one per buffer: probabilities are there; gradients of scores are
 GIVEN = gl.constexpr(12)
 READY = gl.constexpr(14)
 
@@ -42,14 +43,14 @@ READY = gl.constexpr(14)
 def first_part(wide, narrow):
     """Return how many columns of a warpgroup's half of dq its first product makes.
 
-    The second makes those of the narrow panel, or as many.
+    The second product makes the columns of the narrow panel, or as many as the first.
     """
     return wide // 2 if narrow > 0 else wide // 4
 
 
 @gluon.jit
 def _columns(k, W: gl.constexpr, SECOND: gl.constexpr):
-    """Return the columns of the keys that a warpgroup multiplies for dq, first or second."""
+    """Return the key columns of a warpgroup's first or second product for dq."""
     if len(k) > 1:
         WIDTH: gl.constexpr = k[SECOND].shape[1] // 2
         part = k[SECOND].slice(W * WIDTH, WIDTH, 1)
@@ -71,9 +72,9 @@ def _multiply_part(ds_t, k, W: gl.constexpr, SECOND: gl.constexpr):
 
 @gluon.jit
 def _part_at(dq_ptr, turn, tile, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return where a step's part of dq belongs.
+    """Return the address of a step's part of dq.
 
-    ``dq_ptr`` says so itself, or if additions are ordered where the sums of the group begin.
+    That is ``dq_ptr``; with ordered additions ``dq_ptr`` is the begin of the group's sums.
     """
     if OPTIONS.ORDERED:
         member = turn % OPTIONS.GROUP
@@ -95,7 +96,7 @@ def _walk_scores(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Accumulate dv for tiles of queries of one ``Head``, and add the left half of their dq.
+    """Accumulate dv for tiles of queries of one ``Head``, and add the left half of dq.
 
     ``s`` holds the scores of the next tile.
     """
@@ -116,7 +117,7 @@ def _walk_scores(
         dq_ptr += first_tile.to(gl.int64) * SIZE
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     for step in range(tiles):
-        # 0, but not for the compiler: what it can take out of the loop, it holds in registers
+        # 0, which the compiler cannot know: else it hoists addresses out of the loop into registers
         none = turn >> 30
         k = tile_of(pipeline.k_s, none, ROWS)  # [ROWS, HEAD_DIM]
         stage = turn % STAGES_Q
@@ -156,7 +157,7 @@ def _walk_scores(
         add_to_memory(part_ptr, dq)
         turn += 1
         following = turn % STAGES_Q
-        # behind the last tile: scores of whatever lies there, which nobody reads
+        # after the last tile: scores of undefined data, which are not read
         mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
         q = tile_of(pipeline.q_s, following, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
         s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
@@ -165,16 +166,16 @@ def _walk_scores(
         say_added(program, 0, OPTIONS)
         if not OPTIONS.ORDERED:
             dq_ptr += SIZE
-        # in flight over the loop's back edge, it would keep ptxas from overlapping anything
+        # a product in flight over the loop's back edge would keep ptxas from overlapping any
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
     return dv, s, turn
 
 
 @gluon.jit
 def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Compute the block's probabilities and dv, and the left half of what goes to dq."""
+    """Compute the block's probabilities and dv, and the left half of its part of dq."""
     pipeline, block, walk = program.pipeline, program.block, program.walk
-    # queries ahead of the block's keys see them
+    # queries before the block's keys see them
     ALIBI_AHEAD: gl.constexpr = (
         program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
     )
@@ -198,7 +199,7 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     dq_ptr += first_head * program.dq_pitch
     for member in range(WALKS):
         head = head_of(member, dq_ptr, program, OPTIONS)
-        # the parts of ``Walk``, of which every second one needs a mask
+        # the parts of ``Walk``; the second and the fourth need a mask
         for i in gl.static_range(FIRST, LAST, BY):
             if (i > 0 or ALIBI_AHEAD) and (i < 3 or OPTIONS.HAS_LEFT):
                 dv, s, turn = _walk_scores(
@@ -216,9 +217,9 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Accumulate dk for all tiles of queries of one head, and add the right half of their dq.
+    """Accumulate dk for all tiles of queries of one head, and add the right half of dq.
 
-    ``dp`` holds dp - delta of the next tile, ``dq_ptr`` is where the head's sums of dq begin.
+    ``dp`` holds dp - delta of the next tile; ``dq_ptr`` is the begin of the head's sums of dq.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
@@ -287,7 +288,7 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
 
 @gluon.jit
 def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Compute the gradients of the block's scores and dk, and the right half for dq."""
+    """Compute the gradients of the block's scores, dk, and the right half of its part of dq."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     S: gl.constexpr = accumulator(BLOCK_M)
     pipeline, block = program.pipeline, program.block

@@ -1,21 +1,21 @@
-"""ALiBi in the walk over keys: ``-slope * |row - key|`` at the price of one addition a logit.
+"""ALiBi in the walk over keys: ``-slope * |row - key|`` for one addition per logit.
 
-A tile of keys that lies on one side of all rows needs no absolute value. There a distance is the
-sum of two: from the row to its ``anchor``, the tile's nearest key, and on to the key. The second
-lowers the logits, the first the row's maximum: by its ``level``. Neither is larger than the
-distance, so what is large is also far, and weighs nothing. Of a row between the tile's keys the
-anchor is the key that it faces.
+A tile of keys that lies on one side of all rows needs no absolute value. There the distance is the
+sum of two distances: from the row to its ``anchor``, which is the tile's nearest key, and from the
+anchor to the key. The distance from the anchor is subtracted from the logits; the distance to the
+anchor, as ``level``, from the row's maximum. Neither exceeds the whole distance: where rounding of
+a large term is coarse, the key is far and weighs nothing. For a row that stands at one of the
+tile's keys, that key is the anchor.
 """
 
 from ...._linked.hopper.compat import gl, gluon
 from ...._linked.hopper.pipeline import LOG2E, opaque
 from ...._linked.hopper.softmax import logits_of, row_sums
 
-# kinds of tiles of keys: all rows see all keys, which with ALiBi lie behind the rows; likewise,
-# ahead of them; any others
-WHOLE = gl.constexpr(0)
-AHEAD = gl.constexpr(1)
-CUT = gl.constexpr(2)
+# kinds of tiles of keys
+WHOLE = gl.constexpr(0)  # all rows see all keys, which with ALiBi lie before the rows
+AHEAD = gl.constexpr(1)  # all rows see all keys, which lie after the rows
+CUT = gl.constexpr(2)  # any other
 
 # 3 * 2**25
 FAR = gl.constexpr(100663296.0)
@@ -23,7 +23,10 @@ FAR = gl.constexpr(100663296.0)
 
 @gluon.jit
 def sides(first_row, left, right, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return ``(behind, ahead)``: tiles ``[left, behind)`` and ``[ahead, right)`` have one side."""
+    """Return ``(behind, ahead)``.
+
+    Tiles ``[left, behind)`` lie before all rows, tiles ``[ahead, right)`` after all rows.
+    """
     behind = gl.maximum(first_row + 1, 0) // BLOCK_N
     ahead = gl.cdiv(gl.maximum(first_row + ROWS - 1, 0), BLOCK_N)
     behind = gl.minimum(gl.maximum(behind, left), right)
@@ -34,9 +37,9 @@ def sides(first_row, left, right, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 def _columns(s, first):
     """Return the columns of a tile, in fp32: ``eights + ones``, ``[BLOCK_N // 8]`` and ``[8]``.
 
-    A thread holds the same two columns of every eight. The eights are numbers that the compiler
-    knows, the two are converted once, and they are not known to be the same for every tile, or all
-    terms would be kept.
+    A thread holds the same two columns of every eight columns. The eights are compile-time numbers;
+    the two ones are converted once per tile. They hide behind ``opaque``: if the compiler knew that
+    they are equal for all tiles, it would keep all terms in registers.
     """
     COUNT: gl.constexpr = s.shape[1]
     cube = gl.reshape(s, [s.shape[0], COUNT // 8, 8])
@@ -51,8 +54,8 @@ def _columns(s, first):
 def _one_sided(s, first, slope, KIND: gl.constexpr, IS_PACKED: gl.constexpr):
     """Return ``slope`` times the distance from the anchor to each key: ``[1 or ROWS, BLOCK_N]``.
 
-    The anchor is the first key of keys ahead of the rows, and the last of keys behind them. Rows of
-    several heads round as those of one do.
+    The anchor is the first key if the keys lie after the rows, the last key if they lie before.
+    Packed rows of several heads round as rows of one head do.
     """
     S: gl.constexpr = s.type.layout
     ROWS: gl.constexpr = s.shape[0]
@@ -75,10 +78,10 @@ def _one_sided(s, first, slope, KIND: gl.constexpr, IS_PACKED: gl.constexpr):
 
 @gluon.jit
 def _two_sided(s, first, slope, anchor):
-    """Return the same, ``[ROWS, BLOCK_N]``, where each row has an anchor: a column of the tile.
+    """Return ``slope`` times the distance from each row's anchor, a column: ``[ROWS, BLOCK_N]``.
 
-    Each number is what it would be in a tile of one side, so that results do not depend on the rows
-    that share the tile.
+    Each number has the same bits as in a tile on one side, so that results do not depend on which
+    rows share the tile.
     """
     S: gl.constexpr = s.type.layout
     COUNT: gl.constexpr = s.shape[1]
@@ -86,17 +89,14 @@ def _two_sided(s, first, slope, anchor):
     columns = gl.reshape(eights[:, None] + ones[None, :], [COUNT])  # [BLOCK_N]
     columns = gl.convert_layout(columns, gl.SliceLayout(0, S))[None, :]
     distance = gl.abs(columns - anchor.to(gl.float32)[:, None])  # [ROWS, BLOCK_N]
-    # the eights in it: around ``FAR`` fp32 has every eighth integer
+    # round down to a multiple of 8: around ``FAR`` fp32 holds every eighth integer
     eights = ((distance - 3.5) + FAR) - FAR
     return gl.fma(eights, slope, (distance - eights) * slope)
 
 
 @gluon.jit
 def tilted(s, first, scale, walk, problem, KIND: gl.constexpr, OPTIONS: gl.constexpr):
-    """Return base-2 logits of products without the rows' level, ``[ROWS, BLOCK_N]``, and the level.
-
-    The level is ``[ROWS]``.
-    """
+    """Return base-2 logits without the level, ``[ROWS, BLOCK_N]``, and the level, ``[ROWS]``."""
     factor = scale * LOG2E
     if OPTIONS.HAS_SOFTCAP:
         s = logits_of(s, walk.rows, first, scale, problem.softcap, 0.0, True, False)
@@ -116,19 +116,19 @@ def tilted(s, first, scale, walk, problem, KIND: gl.constexpr, OPTIONS: gl.const
 
 @gluon.jit
 def largest(s, level):
-    """Return the maxima of the rows, ``[ROWS]``: rounding keeps the order."""
+    """Return the maxima of the rows, ``[ROWS]``, level included: rounding keeps the order."""
     return gl.max(s, 1) + level
 
 
 @gluon.jit
 def less_pivot(s, level, pivot):
-    """Return the logits, level included, less the rows' pivots: ``[ROWS, BLOCK_N]``."""
+    """Return the logits, level included, minus the rows' pivots: ``[ROWS, BLOCK_N]``."""
     return s - (pivot - level)[:, None]
 
 
 @gluon.jit
 def start_tilted(s, level, FLOOR: gl.constexpr):
-    """Return what ``start_softmax`` returns, of a tile of kind ``CUT``."""
+    """Do what ``start_softmax`` does, for a tile of kind ``CUT``."""
     m = largest(s, level)
     e = gl.exp2(less_pivot(s, level, gl.where(m <= FLOOR, 0.0, m)))
     return m, row_sums(e), e

@@ -1,7 +1,7 @@
 """The additive bias of the Hopper forward: a ring of tiles that the producer copies by TMA.
 
-A tile lies in shared memory as it does in the tensor, and is read in the accumulators' layout. A
-bias that is the same for all queries has tiles of one row, which the warpgroups share.
+A tile has the tensor's order in shared memory, and is read in the accumulators' layout. A bias that
+is the same for all queries has tiles of one row, which the warpgroups share.
 """
 
 from ...._linked.hopper.compat import copy_in, gl, gluon, hopper, mbarrier
@@ -24,9 +24,9 @@ def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(task, first_key, turn, problem, schedule, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy a tile of the bias once its stage is empty; the producer's part.
+    """Copy a tile of the bias once its stage is empty; the producer calls this.
 
-    Consumers arrive at the named barriers behind those of the keys and the values.
+    The bias's named barriers come after those of the keys and the values.
     """
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V
     PARTS: gl.constexpr = TILE.WARPGROUPS if OPTIONS.BIAS_ROWS else 1
@@ -45,7 +45,7 @@ def copy_bias(task, first_key, turn, problem, schedule, OPTIONS: gl.constexpr, T
 
 @gluon.jit
 def add_bias(s, turn, factor, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Add the bias to logits ``[ROWS, BLOCK_N]`` that ``factor`` brings to base 2."""
+    """Add the bias to logits ``[ROWS, BLOCK_N]``, which ``factor`` converts to base 2 later."""
     if problem.bias is not None:
         S: gl.constexpr = s.type.layout
         FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V

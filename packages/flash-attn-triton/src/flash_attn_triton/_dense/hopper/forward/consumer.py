@@ -2,9 +2,10 @@
 
 Every warpgroup owns 64 rows of a block of queries and walks its keys from the last to the first,
 with the online softmax of FlashAttention-2 (Dao, 2023) and the two overlaps of FlashAttention-3
-(Shah et al., 2024): a warpgroup's softmax runs beside another's wgmma, and beside its own product
-of the last tile's probabilities with the values. With ``PIPELINE`` the walk does not stop between
-blocks of queries: the first product of the next one is issued together with the last of this one.
+(Shah et al., 2024): a warpgroup's softmax overlaps with another warpgroup's wgmma, and with its own
+product of the last tile's probabilities and values. With ``PIPELINE`` the walk does not stop
+between blocks of queries: the first product of the next block is issued together with the last
+product of this block.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
@@ -64,10 +65,7 @@ def _receive(pipeline, count):
 
 @gluon.jit
 def _tokens(ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
-    """Return the token of every row, counted from the warpgroup's first.
-
-    Rows are ordered by head, then by token.
-    """
+    """Return every row's token, counted from the warpgroup's first; rows go by head, then token."""
     index = gl.arange(0, ROWS, layout)  # [ROWS]
     if PACK > 1:
         index = index % (ROWS // PACK)
@@ -76,7 +74,7 @@ def _tokens(ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _heads(head, ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
-    """Return the head of every row, or one number where all rows have the same head."""
+    """Return the head of every row, or one number if all rows have the same head."""
     if PACK > 1:
         head = head + gl.arange(0, ROWS, layout) // (ROWS // PACK)  # [ROWS]
     return head
@@ -84,7 +82,7 @@ def _heads(head, ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _owner_of(sequence, batch):
-    """Return the row of a sequence in per-sequence tensors; padding takes that of a neighbour."""
+    """Return a sequence's row in per-sequence tensors; padding takes its neighbour's row."""
     return gl.maximum(gl.minimum(sequence, batch - 1), 0)
 
 
@@ -119,7 +117,7 @@ def survey(
 
 @gluon.jit
 def _lse_at(block, problem, rows, heads):
-    """Return where the LSE of rows of a block lie, counted in fp32 numbers."""
+    """Return the offsets of a block's rows in the LSE, in elements."""
     owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
     if problem.before is not None:
         if problem.cu_seqlens_q_ptr is None:
@@ -136,20 +134,21 @@ def _lse_at(block, problem, rows, heads):
 
 @gluon.jit
 def finish_block(m, l, block, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return what the softmax of a block ends with; padding around the sequences has no sink.
+    """Return ``Finished`` of a block; padding rows have no sink.
 
-    The output's factor is also that of what dropout keeps.
+    The factor of the output includes ``keep_scale``.
     """
     PACK: gl.constexpr = OPTIONS.PACK
     layout: gl.constexpr = m.type.layout
     heads = _heads(block.head, TILE.ROWS, PACK, layout)
     if problem.before is not None:
-        # the keys that were seen before are one key more, whose value is their output
+        # the other keys count as one more key, whose logit is their LSE and whose value is their
+        # output
         rows = block.first_row + W * (TILE.ROWS // PACK) + _tokens(TILE.ROWS, PACK, layout)
         lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
         before = gl.load(lse_ptr, mask=rows < block.len_q, other=NEG_INF) * LOG2E  # [ROWS]
         weight, empty, lse, kept = close_softmax(m, l, before)
-        # rows that see none of these keys: values that none of them sees may be NaN
+        # rows that see none of this call's keys: values that no row sees may be NaN
         empty |= weight == 0.0
     else:
         is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
@@ -177,7 +176,7 @@ def write_block(
 ):
     """Scale the output of a block of queries, start its TMA store, and store the LSE.
 
-    ``count``: how many blocks there were before it.
+    ``count``: the number of blocks before it.
     """
     PACK: gl.constexpr = OPTIONS.PACK
     ROWS: gl.constexpr = TILE.ROWS
@@ -206,12 +205,12 @@ def consume(
 ):
     """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    # the exponential's multiply-add applies the scale; it is positive, so the maximum commutes
     factor = problem.scale * LOG2E
     if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
     if W == TILE.WARPGROUPS - 1:
-        # give warpgroup 0 the first turn
+        # the ping-pong begins with warpgroup 0
         barrier_arrive(TURN, 256, 4)
     if TILE.PIPELINE:
         _consume_pipelined(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
@@ -221,7 +220,7 @@ def consume(
         _consume_fp8(out_descs, pipeline, problem, W, OPTIONS, TILE)
     tma.store_wait(0)
     if W == 0:
-        # take the last turn, so that nobody is left at the barrier
+        # wait for the last signal of the ping-pong, so that the barrier ends empty
         barrier_sync(TURN, 256, 4)
 
 
@@ -229,7 +228,7 @@ def consume(
 def _consume_one_by_one(
     factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Finish each block of queries before the next one begins."""
+    """Finish each block of queries before the next block begins."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
@@ -257,9 +256,9 @@ def close(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Multiply the last probabilities of a block of queries and write it; return the turn.
+    """Issue the last product of a block of queries and write the block; return ``turn``.
 
-    ``count``: how many blocks there were before it.
+    ``count``: the number of blocks before it.
     """
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     o, m, l, p, turn = state
@@ -284,7 +283,7 @@ def close(
 def _consume_pipelined(
     factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Begin each block of queries beside the last product of the block ahead of it."""
+    """Begin each block of queries while the last product of the block before it runs."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
@@ -320,8 +319,8 @@ def cross(
 ):
     """Issue the last product of a block of queries together with the first of the next block.
 
-    ``walk`` and ``count`` are those of the next block. Return the output of the block that ends,
-    and the ``State`` of the block that begins.
+    ``walk`` and ``count`` belong to the next block. Return the output of the block that ends, and
+    the ``State`` of the block that begins.
     """
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
@@ -355,9 +354,9 @@ def cross(
 def _consume_fp8(
     out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Finish each block of queries before the next one begins, in FP8.
+    """Finish each block of queries before the next block begins, in FP8.
 
-    Descales reach the kernel as one factor of the scores and one of the values per head.
+    Descales reach the kernel as one factor of the scores and one factor of the values per head.
     """
     gl.static_assert(TILE.BUFFERS_Q == 1, "one buffer of queries in FP8")
     turn = 0  # tiles of keys
@@ -367,7 +366,7 @@ def _consume_fp8(
         walk = survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
         owner = _owner_of(block.sequence, problem.batch)
         factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
-        # ahead of the queries, which take as long
+        # load before waiting for the queries, whose copy takes as long
         scale, unit = problem.scale * gl.load(factors), gl.load(factors + 1) * UNIT
         q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
         mbarrier.wait(pipeline.q_full.index(W), count & 1)

@@ -1,9 +1,9 @@
 """The walk over keys in FP8 on Hopper: queries, keys, values and probabilities in e4m3.
 
-Operands of FP8 products lie along the dimension that is summed over. For the values that is the
-keys, so they are read from a transposed copy (``values.py``), in whose columns the keys are
-permuted so that the exponentials that a thread holds after the first product are the probabilities
-that the second product expects from that thread.
+FP8 products need operands that are contiguous along the dimension that is summed over. For the
+values that is the dimension of keys, so values are read from a transposed copy (``values.py``). Its
+keys are permuted: the exponentials that a thread holds after the first product are then the
+probabilities that the second product expects from that thread.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -27,7 +27,7 @@ def sums_of(columns):
 
 @gluon.constexpr_function
 def width_of(columns):
-    """Return how many columns of a product have registers beside the sums of all."""
+    """Return how many columns of a product fit into registers next to the sums of all columns."""
     return columns if columns <= 128 else 64
 
 
@@ -45,9 +45,9 @@ def walk_fp8(
 ):
     """Return the output of a block (in ``UNIT``), maxima, partial sums, and the key tiles so far.
 
-    A warpgroup has one product in flight at a time, and nothing beside it: other warpgroups compute
-    their softmax meanwhile. So scores and products share registers, which makes room for a third
-    warpgroup. They take no turns, so each leaves out the tiles of which its own rows see nothing.
+    A warpgroup has one product in flight and waits for it, while other warpgroups compute their
+    softmax. So scores and products share registers, which makes room for a third warpgroup. There
+    is no ping-pong, so each warpgroup skips the tiles that none of its own rows sees.
     """
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     S: gl.constexpr = sums_of(TILE.BLOCK_N)
@@ -60,8 +60,8 @@ def walk_fp8(
     low, left, right, high = _own_tiles(walk, problem, W, OPTIONS, TILE)
     turn = _pass_by(turn, walk.high - high, pipeline, TILE)
     state = Fp8State(o, m, l, turn)
-    # tiles that the diagonal or the last key cuts, that every row sees whole, that the window's far
-    # end cuts
+    # tiles that the diagonal or the last key cuts; tiles that every row sees whole; tiles that the
+    # window's left end cuts
     state = _fold(
         state, right, high, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, True
     )
@@ -81,8 +81,8 @@ def walk_fp8(
 def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(low, left, right, high)`` as ``key_tiles``, for the rows of warpgroup ``W`` alone.
 
-    All are tiles of the block. Rows behind the last query have none, and without a mask the last
-    tile counts as masked only if it has fewer keys.
+    They stay within the block's tiles. A warpgroup after the last query has none, and without a
+    mask the last tile counts as masked only if it is not full.
     """
     TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
     block = walk.block
@@ -98,7 +98,7 @@ def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def _pass_by(turn, tiles, pipeline, TILE: gl.constexpr):
-    """Release tiles of keys and values unread, as they arrive; return the turn behind them."""
+    """Release so many tiles of keys and values unread as they arrive; return the next ``turn``."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     for _tile in range(tiles):
         stage = turn % TILE.STAGES_K
@@ -170,10 +170,10 @@ def _fold(
 def add_product(o, shrink, p, v, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
     """Return ``o * shrink + p @ v`` of columns ``[FIRST, FIRST + COLUMNS)``, ``WIDTH`` at a time.
 
-    ``v`` is transposed, and has all columns. Hopper accumulates FP8 products in about 14 bits. So
-    each product starts from zero, and is added to the earlier ones in fp32, by the multiply-add
-    that rescales them. What four instructions of 32 keys lose, less than 2**-11 of the sum, does
-    not grow with the number of keys.
+    ``v`` is transposed and has all columns. Hopper accumulates FP8 products in about 14 bits. So
+    each product starts from zero; the multiply-add that rescales the earlier products adds it in
+    fp32. The error of four instructions of 32 keys, less than 2**-11 of the sum, then does not grow
+    with the number of keys.
     """
     ROWS: gl.constexpr = o.shape[0]
     LAYOUT: gl.constexpr = o.type.layout
@@ -199,8 +199,8 @@ def add_product(o, shrink, p, v, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WID
 def pack(e):
     """Round exponentials to e4m3, four to a word: ``[ROWS, KEYS]`` to ``[ROWS, KEYS // 16, 4]``.
 
-    Of 16 columns a thread holds 2i, 2i + 1, 2i + 8 and 2i + 9, and the next product expects 4i to
-    4i + 3. Triton's own conversion would keep each byte that it carries in a register of its own.
+    Of 16 columns a thread holds 2i, 2i + 1, 2i + 8 and 2i + 9; the next product expects 4i to
+    4i + 3. Triton's own conversion would keep every byte in a separate register.
     """
     ROWS: gl.constexpr = e.shape[0]
     KEYS: gl.constexpr = e.shape[1]
@@ -232,7 +232,7 @@ def unpack(words, WIDTH: gl.constexpr):
     P: gl.constexpr = gl.DotOperandLayout(0, sums_of(WIDTH), 4)
     ROWS: gl.constexpr = words.shape[0]
     KEYS: gl.constexpr = words.shape[1] * 16
-    # each word four times, at the places of its bytes
+    # repeat each word at the positions of its four bytes
     pairs = gl.join(words, words)
     words = gl.reshape(gl.join(pairs, pairs), [ROWS, KEYS])  # [ROWS, KEYS]
     return gl.inline_asm_elementwise(
@@ -255,8 +255,8 @@ def factors_of(factors_ptr, head, owner, heads_q, GROUP: gl.constexpr):
 def scale_queries(q, scale):
     """Multiply queries in shared memory by the sign of a scale; return its absolute value.
 
-    The softmax needs a positive scale: only that commutes with the maximum, and -inf times 0 is
-    NaN. A scale of NaN makes the queries NaN.
+    The softmax needs a positive scale: only a positive scale commutes with the maximum, and -inf
+    times 0 is NaN. A scale of NaN makes the queries NaN.
     """
     if (scale < 0) | (scale != scale):
         layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])

@@ -8,7 +8,7 @@ from .consumer import consume
 from .producer import produce
 from .structures import Before, Options, Pipeline, Problem, Schedule, Tile
 
-# the kernel takes numbers and pointers as they come; see ``runtime.py``
+# not specialised on values or alignment; see ``runtime.py``
 NUMBERS = (
     "dropout_threshold",
     "window_left",
@@ -103,10 +103,11 @@ def forward_kernel(
 ):
     """``out = softmax(s) @ v`` and ``lse = logsumexp(s)``, where ``s = scale * q @ k.T + bias``.
 
-    With ``MERGES`` output and LSE over other keys are there, and those over all keys replace them.
+    With ``MERGES``, ``out`` and ``lse`` hold results over other keys; the results over all keys
+    replace them.
 
-    The programs are persistent and warp-specialised: the last warp copies by TMA, the warpgroups
-    ahead of it multiply. ``structures.py`` explains the arguments.
+    The programs are persistent and warp-specialised: the last warp copies by TMA, the other
+    warpgroups multiply. ``structures.py`` explains the arguments.
     """
     OPTIONS: gl.constexpr = Options(
         GROUP,
@@ -171,7 +172,7 @@ def forward_kernel(
         ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total, bias_desc
     )
     pipeline = make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE)
-    # the consumers' numbers end with WARPGROUPS - 1; with two of them the first line is left out
+    # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, out_descs, pipeline, problem, OPTIONS, TILE)),

@@ -1,4 +1,4 @@
-"""The host side of the forward for Hopper: tensor maps, the order of tiles, the launches."""
+"""The host side of the Hopper forward: tensor maps, the order of tiles, the launches."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from . import structures
 from .kernel import forward_kernel
 from .values import transpose_values
 
-# bytes that no tensor has, and whose number a tensor map holds as a stride
+# 256 GiB: larger than any tensor, and still a legal stride of a tensor map (40 bits)
 MOST_BYTES = 1 << 38
 
 
 class Work(NamedTuple):
-    """What a launch does for one pair of token counts."""
+    """Arguments of a launch that depend on the token counts of queries and keys."""
 
     grid: int
     numbers: ForwardNumbers
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """A launch that merges its results into those that are there."""
+    """A launch that merges its results into earlier results."""
 
     launch: MappingLaunch
     grid: int
@@ -60,7 +60,7 @@ class Merging(NamedTuple):
 
 
 class HopperForward:
-    """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
+    """The forward launcher of one signature for which ``takes_hopper_forward`` is true."""
 
     def __init__(
         self,
@@ -72,19 +72,28 @@ class HopperForward:
         is_kept: bool = False,
         tile: HopperTile | None = None,
     ) -> None:
-        """Take a call, what serves it if it is empty, and whether there are others after it."""
+        """Prepare the launches of calls with one signature.
+
+        Args:
+            form: The signature, as numbers and constants.
+            x: Tensors of a call with it.
+            out_dtype: Type of the output.
+            portable: Runs empty calls and calls with too many tiles.
+            is_kept: Whether the launcher will be reused.
+            tile: The tile; None: from the tile table.
+        """
         self._form = form
         self._out_dtype = out_dtype
         self._portable = portable
         self._ticket = kept_ticket if is_kept else new_ticket
-        # by numbers of tokens, in which packed calls of one form differ
+        # by token counts, which the signature of a packed call does not fix
         self._work: Memory[Work] = Memory(MAX_COUNTS)
         q, ragged = x.q, form.is_packed
         has_right = form.constants.HAS_RIGHT
         panels = _forward_panels(form, x)
         tile = tile or _forward_tile(form, x, panels)
-        # how many tokens of a packed call are a sequence's is known on the device alone
-        # heads draw their dropout by keys of their own, and have a bias of their own
+        # heads share a tile (GQA packing) only if its rows have one length, one dropout key and
+        # one bias
         is_apart = ragged or form.options.dropout_p > 0.0 or x.bias is not None
         pack = 1 if is_apart else hopper_pack(q.shape[1], form.group, tile.block_m)
         self._packs = form.heads_q // pack
@@ -97,7 +106,7 @@ class HopperForward:
             return MapForm(t, rows, columns, ragged=ragged, heads=heads) if columns else None
 
         bias = None if x.bias is None else BiasForm(x.bias, tile.rows, tile.block_n)
-        # of q, k, v and out
+        # for q, k, v and out
         self._narrow = narrow, narrow, narrow_v, narrow_v
         self._is_cut = panels.is_cut
         forms = (
@@ -141,23 +150,24 @@ class HopperForward:
         kind = {"num_warps": 4, "maxnreg": tile.registers}
         self._constants = {**options._asdict(), **shape._asdict(), **kind}
         self._launch = MappingLaunch(forward_kernel, self._constants, forms)
-        # of the output's maps a place and a function, and by its strides what merges into it
+        # for merging: how to make the output's maps, by their index in the launch's tensors, and
+        # the launches, by the strides of out
         self._forms = forms
         self._out_forms = {
             3: lambda out: map_of(out, tile.rows, wide_v, pack),
             7: lambda out: map_of(out, tile.rows, narrow_v, pack),
         }
         self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
-        # by numbers of tokens, and the strides of results
+        # by token counts and the strides of results
         self._merging: Memory[Merging] = Memory(MAX_COUNTS)
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        """Return ``(out, lse)``; the tensors have passed ``readable``."""
         q = x.q
         work = self._work_of(x)
         if work is None:
             return self._portable(x)
-        # sizes one by one, and no dtype that is that of q: PyTorch takes longer over them
+        # PyTorch is faster with sizes one by one, and without a dtype if it is that of q
         if self._out_dtype == q.dtype:
             out = q.new_empty(*work.out_shape)
         else:
@@ -167,10 +177,10 @@ class HopperForward:
         return out, lse
 
     def merge(self, x: Tensors, out: Tensor, lse: Tensor) -> bool:
-        """Merge results over the keys of a call into those over others, in place.
+        """Merge results over this call's keys into ``out`` and ``lse``, which cover other keys.
 
-        The call has no sinks. ``out`` and ``lse`` may be parts of larger tensors, each with tokens
-        in order. Return whether the kernel serves the call; if not, nothing is done.
+        The call has no sinks. ``out`` and ``lse`` may be views of larger tensors, each with tokens
+        in order. Return whether the kernel can do it; if not, nothing is done.
         """
         counts = x.q.shape[-3], x.k.shape[-3]
         key = *counts, out.stride(), lse.stride()
@@ -180,7 +190,7 @@ class HopperForward:
             if merging is None:
                 return False
             self._merging.keep(key, merging)
-        # a copy of the output would be mapped, and what is merged into it lost
+        # a misaligned output would be copied, and the merged result would stay in the copy
         if out.data_ptr() % ACCESS_BYTES:
             return False
         launch, grid, numbers = merging
@@ -188,7 +198,7 @@ class HopperForward:
         return True
 
     def _new_merging(self, x: Tensors, out: Tensor, lse: Tensor) -> Merging | None:
-        """Return the launch that merges into such tensors; None if there is none."""
+        """Return the launch that merges into tensors with these strides; None if there is none."""
         work = self._work_of(x)
         if work is None or self._values is not None or not is_mappable(out):
             return None
@@ -221,7 +231,7 @@ class HopperForward:
         )
 
     def _work_of(self, x: Tensors) -> Work | None:
-        """Return what a launch does; None if the call is not for this kernel."""
+        """Return the ``Work`` of a call; None if this kernel does not run it."""
         counts = x.q.shape[-3], x.k.shape[-3]
         work = self._work.get(counts)
         if work is None:
@@ -234,7 +244,7 @@ class HopperForward:
         form, scalars = self._form, self._form.scalars
         tiles = form.tiles(tokens_q, self._block)
         total = tiles * self._packs * form.grid_batch
-        # empty tensors have no map, and tickets have 32 bits
+        # empty tensors have no map, and the tile counter has 32 bits
         if tokens_q == 0 or tokens_k == 0 or form.batch == 0 or total > MAX_TICKETS:
             return None
         span = max(1, form.span_q(tokens_k) * self._packs // form.heads_q)
@@ -265,14 +275,14 @@ class HopperForward:
         )
 
 
-# of head dims that are not cut
+# head dimensions in one panel
 NO_PANELS = (None,) * 4
-# of a call of q, k and v alone
+# calls with q, k and v alone
 NO_EXTRAS = (None,) * 7
 
 
 def _extras(x: Tensors, factors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the last fields of ForwardTensors, behind the ticket."""
+    """Return the fields of ForwardTensors after the tile counter."""
     return (
         dense(x.alibi_slopes),
         dense(x.sinks),
@@ -287,23 +297,23 @@ def _extras(x: Tensors, factors: Tensor | None) -> tuple[Tensor | None, ...]:
 def narrow_panels(
     tensors: tuple[Tensor, ...], widths: tuple[int, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return those tensors once more that have a narrow panel, to be mapped by it."""
+    """Return the tensors that have a narrow panel, None for others: they are mapped once more."""
     return tuple(t if width else None for t, width in zip(tensors, widths, strict=True))
 
 
 def _has_bias_of_rows(x: Tensors) -> bool:
-    """Say whether there is a bias whose tiles take memory: one row takes hardly any."""
+    """Tell whether there is a bias with tiles of several rows: one row takes hardly any memory."""
     return x.bias is not None and once(x.bias).shape[2] > 1
 
 
 def _forward_panels(form: Form, x: Tensors) -> ForwardPanels:
-    """Return the panels of a form's calls."""
+    """Return the panels of calls with a signature."""
     dims = form.head_dim, form.head_dim_v
     return forward_panels(*dims, form.itemsize, _has_bias_of_rows(x))
 
 
 def _forward_tile(form: Form, x: Tensors, panels: ForwardPanels) -> HopperTile:
-    """Return the tile of a form's calls."""
+    """Return the tile of calls with a signature."""
     has_right = form.constants.HAS_RIGHT
     if _has_bias_of_rows(x):
         is_masked = has_right or form.constants.HAS_LEFT
@@ -312,7 +322,7 @@ def _forward_tile(form: Form, x: Tensors, panels: ForwardPanels) -> HopperTile:
         tile = hopper_panel_tile(panels)
     else:
         is_long = is_long_call(x, form.options)
-        # ALiBi has as many loops as a mask, and needs the registers
+        # ALiBi has as many loops as a mask, and needs as many registers
         has_loops = has_right or x.alibi_slopes is not None
         tile = hopper_tile(form.widest_head, has_loops, form.itemsize, is_long)
     return tile if x.bias is None else replace(tile, stages_b=2)
@@ -329,7 +339,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class ValuesForm:
-    """How FP8 values of one form are transposed."""
+    """The launch that transposes the FP8 values of one signature."""
 
     def __init__(self, form: Form, x: Tensors, block_n: int) -> None:
         self._form = form
@@ -350,7 +360,7 @@ class ValuesForm:
         self._launch = Launch(transpose_values, {**constants._asdict(), "num_warps": 4})
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the transposed values, to be mapped, and factors, ``[batch, heads_k, 2]``."""
+        """Return the transposed values and the factors of the heads, ``[batch, heads_k, 2]``."""
         form, v = self._form, x.v
         tokens = v.shape[-3]
         tiles = cdiv(tokens, self._block_n)

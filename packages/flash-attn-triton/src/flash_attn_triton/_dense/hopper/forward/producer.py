@@ -1,4 +1,4 @@
-"""The producer warp: it finds the next block of queries, and copies q, k and v by TMA."""
+"""The producer warp: it finds the next block of queries and copies q, k and v by TMA."""
 
 from ...._linked.hopper.compat import gl, gluon, mbarrier
 from ...._linked.hopper.pipeline import (
@@ -19,7 +19,7 @@ from .bias import copy_bias
 from .structures import Search, Task
 from .walk import tiles_of
 
-# how many sequences a search looks at together
+# sequences that one step of a search reads
 WARP = gl.constexpr(32)
 
 
@@ -38,9 +38,9 @@ def _block_ends(
     BLOCK: gl.constexpr,
     FROM_END: gl.constexpr = False,
 ):
-    """Return how many blocks there are up to the end of each of ``WARP`` sequences: ``[WARP]``.
+    """Return the number of blocks up to the end of each of ``WARP`` sequences: ``[WARP]``.
 
-    Number 0 is the padding ahead of the first sequence, or ``FROM_END`` that behind the last.
+    Number 0 is the padding before the first sequence, or after the last one with ``FROM_END``.
     """
     number = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
     index = number
@@ -70,11 +70,11 @@ def find_block(
 ):
     """Locate global block ``place``: return ``(sequence, block, first, before, blocks)``.
 
-    Blocks are numbered through all sequences without gaps. Sequence -1 is the padding ahead of the
-    sequences, and ``batch`` the padding behind them. A place that is ``blocks`` or more has no
-    block. The search begins at sequence ``first``, with ``before`` blocks ahead of it. Places grow
-    from call to call, so the next search begins at the cursor that this one returns. ``FROM_END``
-    numbers the sequences from the last to the first, but not the blocks within one.
+    Blocks are numbered through all sequences without gaps. Sequence -1 is the padding before the
+    first sequence, and ``batch`` the padding after the last one. A place of ``blocks`` or more has
+    no block. The search begins at sequence ``first``, which has ``before`` blocks before it. Places
+    grow from call to call, so the next search begins at the returned ``(first, before)``.
+    ``FROM_END`` numbers the sequences from the last to the first, but not the blocks within one.
     """
     ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)  # [WARP]
     blocks = gl.max(ends, 0)
@@ -103,9 +103,9 @@ def next_tile(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return the number of tickets, the advanced ``Search`` and the ``Task`` of a ticket.
+    """Return the number of blocks, the advanced ``Search`` and the ``Task`` of block ``ticket``.
 
-    Keys ahead of the first row's window are left out, in multiples of ``UNIT``.
+    Keys before the first row's window are left out, in multiples of ``UNIT``.
     """
     BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT
     BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // OPTIONS.PACK)
@@ -113,7 +113,7 @@ def next_tile(
     batch = problem.batch
     if problem.cu_seqlens_q_ptr is None:
         if OPTIONS.BIAS_HEADS and not OPTIONS.BIAS_BATCH:
-            # sequences that have a bias in common are neighbours
+            # sequences that share a bias are neighbours
             place, head, sequence = locate(
                 ticket, packs, batch, schedule.tiles, schedule.span, schedule.last, BALANCE
             )
@@ -132,7 +132,7 @@ def next_tile(
         sequence, place, first, before, blocks = find_block(
             slot, first, before, problem.cu_seqlens_q_ptr, batch, problem.tokens_q, BLOCK_M
         )
-        # the host only knows an upper bound of the number of tickets
+        # the host only knows an upper bound of the number of blocks
         total = gl.where(slot < blocks, total, blocks * packs)
         is_real = (sequence >= 0) & (sequence < batch)
         starts_q = problem.cu_seqlens_q_ptr
@@ -159,7 +159,7 @@ def next_tile(
 
 @gluon.jit
 def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.constexpr):
-    """Return the number of a sequence's first tile of transposed values; see ``values.py``."""
+    """Return the index of a sequence's first tile of transposed values; see ``values.py``."""
     if RAGGED:
         first = k_start // BLOCK_N + sequence
     else:
@@ -169,7 +169,7 @@ def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.co
 
 @gluon.jit
 def _announce(task, index, count, pipeline):
-    """Pass the numbers of a block of queries to the consumers through shared memory."""
+    """Announce a block of queries to the consumers through shared memory."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
@@ -201,7 +201,7 @@ def copy_keys(
 ):
     """Copy a tile of keys or values once its stage is empty.
 
-    The consumers arrive at named barrier ``FIRST + stage`` when they have read a stage.
+    Consumers arrive at named barrier ``FIRST + stage`` when they have read the stage.
     """
     stage = turn % STAGES
     if turn >= STAGES:
@@ -211,7 +211,7 @@ def copy_keys(
 
 @gluon.jit
 def drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr):
-    """Wait at the named barriers of the last tiles, so that no consumer is left at one."""
+    """Wait at the named barriers of the last tiles: each arrival of the consumers needs a wait."""
     for back in gl.static_range(STAGES):
         if turn > back:
             barrier_sync(FIRST + (turn - 1 - back) % STAGES, PARTIES, 1)
@@ -240,7 +240,7 @@ def produce(
     TRANSPOSED: gl.constexpr = v_descs[0].dtype.primitive_bitwidth == 8
     UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
-    total = schedule.total  # tickets
+    total = schedule.total  # blocks of queries, of all programs
     count = 0  # blocks of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
@@ -257,7 +257,7 @@ def produce(
         head_k = task.head // OPTIONS.GROUP
         steps = high - low
         for step in range(steps + 1):
-            # keys are copied one tile ahead of values
+            # keys are copied one tile before their values
             if step < steps:
                 row = (high - 1 - step) * BLOCK_N
                 where = coordinates(task.sequence, head_k, task.k_start, task.len_k, row, RAGGED)
@@ -277,7 +277,7 @@ def produce(
                     )
                     copy_queries(where, buffer, count, q_descs, pipeline, TILE)
                 if TILE.PIPELINE:
-                    # the counter answers while the first keys arrive
+                    # the atomic runs while the first keys arrive
                     ticket = take_ticket(schedule)
             else:
                 row = (high - step) * BLOCK_N
@@ -310,7 +310,8 @@ def produce(
     _announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, pipeline)
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
-            # the product beside the last one of all reads rows past every end: zeros
+            # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box
+            # with zeros for it
             where = coordinates(0, 0, 0, 0, schedule.tokens_k, RAGGED)
             copy_keys(k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES)
             if problem.bias is not None:
@@ -326,11 +327,11 @@ def produce(
     if problem.bias is not None:
         drain(turn, EMPTY_V + STAGES_V, TILE.STAGES_B, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:
-        # this program took the last ticket of all: reset the counter for the next launch
+        # this program took the last number of all: reset the counter for the next launch
         gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")
 
 
 @gluon.jit
 def take_ticket(schedule):
-    """Take the next ticket. A program's first ticket is its own number."""
+    """Take the next block from the tile counter. A program's first block is its own number."""
     return gl.num_programs(0) + gl.atomic_add(schedule.ticket_ptr, 1, sem="relaxed")

@@ -1,10 +1,10 @@
 """Structures of arguments of the device functions of the Hopper forward.
 
-Constants of a build have fields in upper case and are passed as ``gl.constexpr``. Values that are
-known at run time have fields in lower case. No structure mixes the two: a constant inside a
-run-time structure becomes a tensor as soon as the structure is assigned to a name.
+Fields in upper case are constants of a build, passed as ``gl.constexpr``; fields in lower case are
+run-time values. No structure mixes the two: a constant inside a run-time structure becomes a
+tensor as soon as the structure is assigned to a name.
 
-``gl.warp_specialize`` stores what the partitions capture in the order in which fields come.
+``gl.warp_specialize`` stores captured values in the order of the fields.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any, NamedTuple
 
 
 class Options(NamedTuple):
-    """Constants of the form of a call."""
+    """Constants of a call's signature."""
 
     GROUP: Any  # query heads per key head
-    PACK: Any  # those of them that share a tile
-    HAS_LEFT: Any  # masks: a window's far end, and the diagonal
-    HAS_RIGHT: Any
+    PACK: Any  # query heads that share a tile (GQA packing)
+    HAS_LEFT: Any  # the window limits how far back a row sees
+    HAS_RIGHT: Any  # causal, or the window limits how far forward a row sees
     HAS_SOFTCAP: Any
-    RAGGED: Any  # form of the TMA descriptors; see ``coordinates``
+    RAGGED: Any  # the TMA descriptors are ragged; see ``coordinates``
     BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
     BIAS_HEADS: Any
     BIAS_ROWS: Any
-    MERGES: Any  # with results over other keys
+    MERGES: Any  # merge with results over other keys
 
 
 class Tile(NamedTuple):
-    """Constants of a build: sizes of tiles, numbers of buffers, and how the warpgroups walk."""
+    """Constants of a build: tile sizes, numbers of buffers, and how the warpgroups walk."""
 
-    WARPGROUPS: Any  # that multiply
-    ROWS: Any  # of queries, of a warpgroup
-    BLOCK_N: Any  # keys
+    WARPGROUPS: Any  # consumer warpgroups
+    ROWS: Any  # rows of queries per warpgroup
+    BLOCK_N: Any  # keys per tile
     HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
     NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
-    HEAD_DIM_V: Any  # likewise of values and output
+    HEAD_DIM_V: Any  # the same two for values and output
     NARROW_V: Any
-    BUFFERS_Q: Any  # of every warpgroup
+    BUFFERS_Q: Any  # query buffers per warpgroup
     STAGES_K: Any
     STAGES_V: Any
-    STAGES_B: Any  # of the bias
+    STAGES_B: Any  # stages of the bias
     SHARE: Any  # the output is stored from the buffer of the queries
     PIPELINE: Any  # the walk does not stop between blocks of queries
-    LAG: Any  # pivots may lag behind the maxima
-    ORDERED: Any  # the softmax ends ahead of the wait for the product with the values
+    LAG: Any  # pivots may be smaller than the maxima
+    ORDERED: Any  # the softmax ends before the wait for the product with the values
 
 
 class Problem(NamedTuple):
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     cu_seqlens_q_ptr: Any  # None: all sequences have one length
     alibi_slopes_ptr: Any
     sinks_ptr: Any
-    factors_ptr: Any  # FP8: per head the factors of scores and of values
+    factors_ptr: Any  # FP8: one factor of the scores and one of the values per head
     rng_state_ptr: Any  # None without dropout
     scale: Any
     softcap: Any
@@ -71,13 +71,13 @@ class Problem(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What the producer alone reads: lengths of keys, and the order of the blocks of queries."""
+    """Values that only the producer reads: key lengths, and the order of the query blocks."""
 
-    ticket_ptr: Any  # counts the blocks that programs have taken
+    ticket_ptr: Any  # tile counter: the query blocks that programs have taken
     cu_seqlens_k_ptr: Any
     seqused_k_ptr: Any
     tokens_k: Any
-    tiles: Any  # the rest is explained in ``locate``
+    tiles: Any  # ``locate`` explains tiles, span and last
     span: Any
     last: Any
     total: Any
@@ -85,31 +85,34 @@ class Schedule(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Results over other keys, which lie where this call's will, and are merged with them."""
+    """Earlier results over other keys. They lie in ``out`` and ``lse``; this call merges into them.
+
+    Merging overwrites both.
+    """
 
     stride_lse_b: Any
     stride_lse_h: Any
-    full: Any  # mbarriers of the warpgroups: a tile of that output is in ``out_s``
+    full: Any  # one mbarrier per warpgroup: its tile of the earlier output is in ``out_s``
 
 
 class Finished(NamedTuple):
-    """What the softmax of a block of queries ends with, ``[ROWS]`` each."""
+    """Results of the softmax of a block of queries, ``[ROWS]`` each."""
 
-    weight: Any  # of the output
-    empty: Any  # no key was seen
+    weight: Any  # factor of the output
+    empty: Any  # the row saw no key
     lse: Any
-    kept: Any  # the weight of the output over other keys, if it is merged with one
+    kept: Any  # factor of the earlier output, if results are merged
 
 
 class BiasRing(NamedTuple):
-    """Tiles of the bias in shared memory, and the mbarriers that say when a stage is full."""
+    """Tiles of the bias in shared memory, and the mbarriers that signal a full stage."""
 
     tiles: Any  # [STAGES_B * WARPGROUPS, 1, 1, 1, ROWS, BLOCK_N], of one row [STAGES_B, ..]
     full: Any
 
 
 class Pipeline(NamedTuple):
-    """Buffers in shared memory, and the mbarriers that say when one is full or empty.
+    """Buffers in shared memory, and the mbarriers that signal that one is full or empty.
 
     Tiles lie in panels: their buffers are tuples of one or two; see ``panels.py``.
     """
@@ -128,13 +131,13 @@ class Pipeline(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A block of queries, as the producer finds it by its ticket."""
+    """A block of queries, as the producer finds it from the tile counter."""
 
     first_row: Any
     sequence: Any
-    head: Any  # the first of those that share the block
+    head: Any  # the first of the heads that share the block
     q_start: Any  # the first token of the sequence
-    k_start: Any  # and the first key, without those ahead of every window
+    k_start: Any  # the first key, after the keys before every window
     len_q: Any
     len_k: Any
 
@@ -142,7 +145,7 @@ class Task(NamedTuple):
 class Block(NamedTuple):
     """A block of queries, as the producer announces it to the consumers."""
 
-    head: Any  # -1: there is no block left
+    head: Any  # -1: no block is left
     sequence: Any
     first_row: Any
     q_start: Any
@@ -151,41 +154,45 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a warpgroup's rows of a block walk over."""
+    """The tiles of keys that a warpgroup's rows of a block visit.
+
+    Tiles by key: masked [low, left), whole [left, right), masked [right, high). With ALiBi, keys of
+    tiles [left, behind) lie before all rows, and keys of tiles [ahead, right) after all rows.
+    """
 
     block: Any
-    low: Any  # tiles of keys, as ``key_tiles`` returns them
+    low: Any  # see ``key_tiles``
     left: Any
     right: Any
     high: Any
-    rows: Any  # [ROWS], counted from the one that faces key 0
-    slope: Any  # ALiBi's, [ROWS, 1] or a number
-    behind: Any  # with ALiBi: tiles of keys, as ``sides`` returns them
+    rows: Any  # [ROWS], the key that each row stands at
+    slope: Any  # of ALiBi, [ROWS, 1] or a number
+    behind: Any  # see ``sides``
     ahead: Any
-    dropout: Any  # its ``DropoutKey``, or 0
+    dropout: Any  # a ``DropoutKey``, or 0
 
 
 class State(NamedTuple):
-    """What a warpgroup carries from one tile of keys to the next: the online softmax."""
+    """The online softmax, which a warpgroup carries from one tile of keys to the next."""
 
     o: Any  # [ROWS, HEAD_DIM_V], a tuple of panels: output so far, without the last tile's
     m: Any  # [ROWS], maxima, or pivots
-    l: Any  # [ROWS, 4], sums of exponentials, as far as a thread holds them
+    l: Any  # [ROWS, 4], partial sums of exponentials: those of a thread's columns
     p: Any  # [ROWS, BLOCK_N], probabilities of the last tile
     turn: Any  # tiles of keys so far, over all blocks
 
 
 class Fp8State(NamedTuple):
-    """What ``State`` is in FP8."""
+    """``State`` in FP8."""
 
     o: Any  # [ROWS, HEAD_DIM_V], output so far
     m: Any  # [ROWS], maxima
-    l: Any  # [ROWS, 4], sums of exponentials, as far as a thread holds them
+    l: Any  # [ROWS, 4], partial sums of exponentials: those of a thread's columns
     turn: Any  # tiles of keys so far, over all blocks
 
 
 class Search(NamedTuple):
-    """Where the search for the next ticket's block begins; see ``_find_block``."""
+    """Where the search for the program's next block begins; see ``find_block``."""
 
     first: Any  # a sequence
-    before: Any  # the blocks ahead of it
+    before: Any  # number of blocks before it

@@ -1,7 +1,7 @@
 """Transpose FP8 values into the tiles that wgmma reads on Hopper, with the keys permuted.
 
-This kernel runs ahead of the forward kernel. It reads and writes the values once, which takes
-little time next to the products. It also folds the descales into one form.
+This kernel runs before the forward kernel. It reads and writes the values once, which takes little
+time compared with the products. It also turns the descales into two factors per head.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def transpose_values(
         first = len_k - len_q - window_left
 
     # four keys and four columns at a time, as bytes of four words; a word of the output holds keys
-    # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, see ``fp8.pack``
+    # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16 keys, see ``fp8.pack``
     word = tl.arange(0, BLOCK_N // 4)  # [BLOCK_N // 4]
     keys = tile * BLOCK_N + word // 4 * 16 + word % 4 * 2
     columns = tl.arange(0, BLOCK_D // 4)  # [BLOCK_D // 4]
@@ -125,7 +125,7 @@ def transpose_values(
 
 @triton.jit
 def load_words(base, keys, columns, stride, first, last, HEAD_DIM: tl.constexpr):
-    """Load words of four columns each, ``[keys, columns]``; keys outside [first, last) give 0."""
+    """Load words of four columns each, ``[keys, columns]``; 0 for keys outside [first, last)."""
     begin = tl.multiple_of(keys.to(tl.int64)[:, None] * (stride // 4), [4, 4])
     mask = (keys >= first)[:, None] & (keys < last)[:, None] & (4 * columns < HEAD_DIM)[None, :]
     return tl.load(base + begin + columns[None, :], mask=mask, other=0)

@@ -1,8 +1,8 @@
 """The walk over the tiles of keys that a block of queries sees, on Hopper.
 
-From the last tile to the first, with the online softmax of FlashAttention-2 (Dao, 2023): the first
-tile, those that the diagonal cuts, those that every row sees whole, and those that the window's far
-end cuts. Each kind has a loop of its own, so that most tiles meet no code for masks.
+The walk goes from the last tile to the first, with the online softmax of FlashAttention-2 (Dao,
+2023): the first tile, tiles that the diagonal cuts, tiles that every row sees whole, and tiles that
+the left end of the window cuts. Each kind has its own loop, so most tiles run no code for masks.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -38,7 +38,7 @@ from .structures import State
 def tiles_of(
     block, first_row, problem, TOKENS: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Return the ``key_tiles`` of so many tokens of a block of queries."""
+    """Return the ``key_tiles`` of ``TOKENS`` tokens of a block of queries."""
     return key_tiles(
         first_row,
         block.len_q,
@@ -73,7 +73,7 @@ def start(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Begin a block's softmax with the products of its first tile; return ``start_softmax``'s."""
+    """Begin a block's softmax with its first tile's products; return as ``start_softmax`` does."""
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
     cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, s.type.layout))
@@ -105,9 +105,9 @@ def hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def drop_some(e, cols, walk, problem):
-    """Return the exponentials with 0 where dropout drops: behind their sums, which keep them."""
+    """Return the exponentials with 0 where dropout drops; the softmax's sums count them all."""
     if problem.rng_state_ptr is not None:
-        # rows of the walk count from the one that faces key 0
+        # from the key that a row stands at back to its index in the sequence
         rows = walk.rows - (walk.block.len_k - walk.block.len_q)
         e = drop(e, rows, cols, walk.dropout, problem.dropout_threshold)
     return e
@@ -127,7 +127,7 @@ def begin(
 ):
     """Fold a block's first tile of keys into an empty softmax and return the ``State``.
 
-    No other product of the warpgroup runs beside this softmax.
+    No other product of the warpgroup overlaps with this softmax.
     """
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
@@ -163,10 +163,10 @@ def attend(
 ):
     """Fold all tiles of keys but the first into the softmax; return the ``State``.
 
-    Loops in turn take the tiles that the diagonal cuts, those that every row sees whole, without
-    code for masks, and those that the window's far end cuts. Where a softcap is computed anyway a
-    mask costs little: there one loop takes all tiles. ALiBi has loops for keys ahead of the rows,
-    on both sides, and behind them.
+    The first loop takes the tiles that the diagonal cuts. The second takes the tiles that every row
+    sees whole, and has no code for masks. The third takes the tiles that the window's left end
+    cuts. With a softcap a mask costs little, so one loop takes all tiles. With ALiBi the loops take
+    keys after the rows, keys on both sides, and keys before the rows.
     """
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     IS_MASKED: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
