@@ -1,4 +1,4 @@
-"""A checked call: its tensors, and what the checks of its form came to."""
+"""A checked call: its tensors, and what its signature determines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 _Maybe = Tensor | None
 # gradients of q, k, v, the bias and the sinks
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-# the same past the operators, which return no None
+# the same without the operators; operators cannot return None
 PlannedGrads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -36,12 +36,12 @@ class Tensors(NamedTuple):
 
     @property
     def optional(self) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
-        """What both passes take besides q, k and v: ``cu_seqlens_q`` to ``sinks``."""
+        """The optional tensors that both passes take: ``cu_seqlens_q`` to ``sinks``."""
         return self[3:9]
 
 
 class Options(NamedTuple):
-    """What is no tensor, in the order of the operators; the lengths are not among them."""
+    """The options of a call, in the order of the operators, which also take the longest lengths."""
 
     softmax_scale: float
     window_left: int
@@ -50,45 +50,45 @@ class Options(NamedTuple):
     dropout_p: float
 
 
-# ``(out, lse)`` of tensors that the kernels may read where they are
+# returns ``(out, lse)``; the kernels read the tensors without a copy
 Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
-# merges results over the keys of a call into ``out`` and ``lse`` over others; whether it did
+# merges results over a call's keys into ``out`` and ``lse`` over other keys; returns whether it did
 Merge = Callable[[Tensors, Tensor, Tensor], bool]
-# the gradients; of those tensors, out, lse, dout, dlse, and whether the bias wants one
+# returns the gradients; takes the tensors, out, lse, dout, dlse, and whether to make dbias
 Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None, bool], PlannedGrads]
 
 
 class Plan(Protocol):
-    """How calls of one form are launched, without the operators."""
+    """The launcher of calls with one signature, without the operators."""
 
     @property
     def forward(self) -> Forward: ...
 
     @property
     def backward(self) -> Backward | None:
-        """None where no call of the form asks for a gradient."""
+        """None if no call with the signature asks for a gradient."""
 
     @property
     def merge(self) -> Merge | None:
-        """None where no kernel merges."""
+        """None if no kernel merges."""
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether tensors that were put away since still lie in memory as they did."""
+        """Tell whether saved tensors still have the layout that the launcher was made for."""
 
 
 class Given:
-    """Which tensors the calls of one form have."""
+    """Which fields of ``Tensors`` the calls with one signature have."""
 
     def __init__(self, present: Iterable[bool]) -> None:
-        """Take whether there is a tensor, field by field of ``Tensors``."""
+        """Take, for each field of ``Tensors``, whether it is given."""
         fields = [i for i, is_given in enumerate(present) if is_given]
         places = [fields.index(i) if i in fields else -1 for i in range(len(Tensors._fields))]
-        # of all fields those that are given; q, k and v are
+        # selects the given fields; q, k and v are always given
         self.of: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*fields)
         self._spread = itemgetter(*places)
 
     def spread(self, given: Iterable[Any]) -> Tensors:
-        """Return all fields, None where nothing is given."""
+        """Return all fields, None for fields that are not given."""
         return Tensors._make(self._spread((*given, None)))
 
 

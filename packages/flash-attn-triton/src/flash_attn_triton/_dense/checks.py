@@ -1,6 +1,6 @@
-"""Argument checks of the public functions: what is wrong, what was expected, what came.
+"""Argument checks of the public functions; messages give the argument, the expected and the found.
 
-They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
+The checks look only at types, shapes, dtypes, strides and devices, never at tensor data. So they
 neither wait for the device nor break a graph capture.
 """
 
@@ -33,7 +33,7 @@ _FORMS = {
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
-    """Check the three main tensors: 4 dimensions for sequences of one length, 3 packed."""
+    """Check q, k and v: 4 dimensions for sequences of one length, 3 for packed ones."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     if q.dtype not in FLOAT_DTYPES:
@@ -62,7 +62,7 @@ def check_packed(
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None,
 ) -> int:
-    """Check what says where sequences begin and end; return their number."""
+    """Check the offsets and used lengths of packed sequences; return the number of sequences."""
     batch = check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
     if seqused_k is not None:
         check_offsets("seqused_k", seqused_k, q)
@@ -72,7 +72,7 @@ def check_packed(
 
 
 def check_values(x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-    """Check what offsets on the CPU hold; a call on a GPU does not come here."""
+    """Check the values of offsets on the CPU; on a GPU they are not checked."""
     if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
         return
     offsets = x.cu_seqlens_q.tolist()
@@ -83,7 +83,7 @@ def check_values(x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
 
 
 def check_used(starts: list[int], seqused_k: Tensor | None) -> None:
-    """Check how many keys of each sequence count."""
+    """Check the values of ``seqused_k`` against the lengths of the sequences."""
     if seqused_k is None:
         return
     for b, used in enumerate(seqused_k.tolist()):
@@ -104,7 +104,7 @@ def check_extras(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Check what is added to the scores or to the denominator."""
+    """Check the bias, the ALiBi slopes and the sinks."""
     heads_q = q.shape[-2]
     if bias is not None:
         check_tensor("bias", bias)
@@ -116,7 +116,7 @@ def check_extras(
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
         check_device("bias", bias, q)
         whole = (batch, heads_q, seqlen_q, seqlen_k)
-        # not by ``in``: under torch.compile a number is in no tuple of symbols
+        # no ``in``: under torch.compile a number is not found in a tuple of symbols
         if bias.ndim > 4 or any(
             size != 1 and size != full
             for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
@@ -216,7 +216,7 @@ def check_low_precision(
 
 
 def check_invariant(x: Tensors, options: Options, out_dtype: torch.dtype) -> None:
-    """Check that a call asks for nothing that the law of docs/numerics.md does not cover."""
+    """Check that a call uses no option that the law of docs/numerics.md does not cover."""
     if x.q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for Hopper: functions that need no GPU; see ``tiles.py``."""
+"""Tiles of the Hopper kernels: functions that need no GPU; see ``tiles.py``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .call import Options, Tensors
 
 @functools.cache
 def panels_of(head_dim: int) -> tuple[int, int]:
-    """Return the widths of the panels that a head dimension is cut into on Hopper.
+    """Return the widths ``(wide, narrow)`` of the panels that a head dimension is cut into.
 
-    Tiles have sides that are powers of two. So a head dimension above 64 that leaves at least a
-    quarter of the next power empty is cut in two, ``(wide, narrow)``: 96 into 64 and 32, 80 into
-    64 and 16, 192 into 128 and 64. Others are one panel, and the narrow one is 0.
+    Sides of tiles are powers of two. So a head dimension above 64 that would leave at least a
+    quarter of the next power of two empty is cut in two: 96 into 64 and 32, 80 into 64 and 16, 192
+    into 128 and 64. Every other head dimension is one panel, and ``narrow`` is 0.
     """
     width = padded_head_dim(head_dim)
     wide = width // 2
@@ -47,8 +47,8 @@ class ForwardPanels(NamedTuple):
 def forward_panels(head_dim: int, head_dim_v: int, itemsize: int, has_bias: bool) -> ForwardPanels:
     """Return the panels of the forward on Hopper.
 
-    Nothing is cut in FP8, whose values lie transposed, nor beside a head dimension of 256, nor
-    beside a bias whose tile needs the memory of the queries for the output.
+    Nothing is cut in FP8, whose values are transposed, nor if a head dimension is 256, nor with a
+    bias if the output would not fit into the memory of the queries.
     """
     cut = ForwardPanels(panels_of(head_dim), panels_of(head_dim_v))
     if itemsize == 1 or max(cut.qk[0], cut.v[0]) > 128 or (has_bias and not cut.can_share):
@@ -56,27 +56,27 @@ def forward_panels(head_dim: int, head_dim_v: int, itemsize: int, has_bias: bool
     return cut
 
 
-# heads that share a tile
+# most heads that share a tile
 MOST_PACKED = 16
-# tokens, of queries and of keys, from which causal masks at d=64 take three warpgroups: fewer
-# steps are then worth more rows above the diagonal
+# queries and keys from which a causal call at d=64 uses three warpgroups: the larger tile computes
+# more masked scores, but takes fewer steps
 LONG = 8192
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a program divides its work; every warpgroup has 64 rows."""
+    """The tile of a program; every warpgroup has 64 rows."""
 
     warpgroups: int
     block_n: int
     stages_k: int
     stages_v: int
-    share: bool = False  # the output leaves through the queries' memory
+    share: bool = False  # the output is stored from the buffer of the queries
     buffers_q: int = 1
     pipeline: bool = False  # the walk does not stop between tiles of queries
-    lag: bool = False  # pivots of the softmax may lag behind the maxima
-    ordered: bool = False  # ptxas may not move the softmax behind the product with the values
-    stages_b: int = 0  # of a bias
+    lag: bool = False  # pivots of the softmax may be smaller than the maxima
+    ordered: bool = False  # ptxas may not move the softmax after the product with the values
+    stages_b: int = 0  # stages of the bias
     rows: int = 64
 
     @property
@@ -85,14 +85,14 @@ class HopperTile:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, at the start."""
+        """Registers per thread, at the start."""
         return hopper_registers(self.warpgroups)
 
 
 def is_long_call(x: Tensors, options: Options) -> bool:
-    """Say whether sequences are known to be ``LONG``, and no feature wants registers.
+    """Tell whether sequences are known to be ``LONG`` and no option needs more registers.
 
-    Of a packed call the host knows no lengths.
+    The host does not know the lengths of a packed call.
     """
     return (
         x.cu_seqlens_q is None
@@ -128,7 +128,7 @@ def hopper_tile(
 
 @functools.cache
 def hopper_panel_tile(panels: ForwardPanels) -> HopperTile:
-    """Return the tile where a head dimension is cut, without a bias of many rows."""
+    """Return the tile for a head dimension in two panels, without a bias of many rows."""
     width, width_v = sum(panels.qk), sum(panels.v)
     if max(width, width_v) <= 96:
         return HopperTile(2, 128, 3, 3, buffers_q=2, pipeline=True)
@@ -141,9 +141,9 @@ def hopper_panel_tile(panels: ForwardPanels) -> HopperTile:
 
 @functools.cache
 def hopper_bias_tile(head_dim: int, bias_bytes: int, is_masked: bool) -> HopperTile:
-    """Return the tile beside a bias, which takes shared memory from the output and the keys.
+    """Return the tile with a bias, which takes shared memory from the output and the keys.
 
-    A tile of a bias in fp32 is twice as large, so it has half as many keys.
+    An fp32 bias has half as many keys per tile, because its elements are twice as large.
     """
     width = padded_head_dim(head_dim)
     if width > 128:
@@ -158,30 +158,31 @@ def hopper_bias_tile(head_dim: int, bias_bytes: int, is_masked: bool) -> HopperT
 
 @functools.cache
 def hopper_pack(tokens_q: int, group: int, block_m: int) -> int:
-    """Return how many heads of a group share a tile of queries.
+    """Return how many heads of a group share a tile of queries (GQA packing).
 
-    Where queries are few, one tile holds the tokens of several heads, which face the same keys, if
-    that saves at least a quarter of the tiles. Else 1: a third number would be a third compilation.
+    If queries are few, one tile holds the tokens of several heads with the same keys, provided that
+    this saves at least a quarter of the tiles. Else the result is 1; a third possible number would
+    mean a third compilation.
     """
     most = min(group & -group, MOST_PACKED)
     saves = cdiv(tokens_q, block_m // most) <= 0.75 * most * cdiv(tokens_q, block_m)
     return most if saves else 1
 
 
-# of queries, and of output gradients, where dv has a launch of its own
+# stages of queries, and of output gradients, in a separate launch for dv
 VALUE_STAGES = 3
 
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """Queries of a step, how many steps the copies are ahead, and the keys of a program."""
+    """The tile of the Hopper backward."""
 
-    block_m: int
+    block_m: int  # queries per step
     stages_q: int
     stages_o: int
-    block_n: int = 128
-    stages_b: int = 0  # of a bias
-    is_apart: bool = False  # dv is made by a launch of its own
+    block_n: int = 128  # keys per program
+    stages_b: int = 0  # stages of the bias
+    is_apart: bool = False  # a separate launch makes dv
 
 
 @functools.cache
@@ -190,8 +191,8 @@ def hopper_backward_tile(
 ) -> HopperBackwardTile:
     """Return the tile for the wider of the two head dimensions.
 
-    ``is_heavy`` are calls with a softcap or dropout: what they compute besides takes registers.
-    ``can_part`` says whether dv may have a launch of its own.
+    ``is_heavy``: the call has a softcap or dropout, which needs more registers. ``can_part``: dv
+    may have a separate launch.
     """
     if padded_head_dim(head_dim) <= 64:
         if is_heavy:
@@ -202,13 +203,13 @@ def hopper_backward_tile(
     if head_dim <= 192 and can_part:
         # dk of 128 keys fills the registers
         return HopperBackwardTile(64, 2, 2, is_apart=True)
-    # dk and dv of 64 keys do
+    # dk and dv of 64 keys fill the registers
     return HopperBackwardTile(64, 2, 2, block_n=64)
 
 
 @functools.cache
 def hopper_backward_bias_tile(head_dim: int, bias_bytes: int) -> HopperBackwardTile:
-    """Return the tile beside a bias, in which its stages take memory and named barriers."""
+    """Return the tile with a bias, whose stages take shared memory and named barriers."""
     if padded_head_dim(head_dim) <= 64:
         return HopperBackwardTile(64, 2, 2, stages_b=2)
     if padded_head_dim(head_dim) <= 128:

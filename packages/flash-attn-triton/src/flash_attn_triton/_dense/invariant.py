@@ -16,7 +16,7 @@ from .portable.form import Form
 
 
 class InvariantForward:
-    """The forward pass of the calls of one form, whose rows depend on their own keys alone."""
+    """The forward launcher of a signature with ``invariant=True``."""
 
     def __init__(self, form: Form, out_dtype: torch.dtype, is_kept: bool = False) -> None:
         self._form = form
@@ -25,7 +25,7 @@ class InvariantForward:
         self._plan: InvariantRun | None = None
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        """Return ``(out, lse)``; the tensors have passed ``readable``."""
         form, q = self._form, x.q
         tokens_q, tokens_k = q.shape[-3], x.k.shape[-3]
         out = q.new_empty((*q.shape[:-1], form.head_dim_v), dtype=self._out_dtype)
@@ -47,7 +47,7 @@ class InvariantForward:
         )
         if self._plan is None:
             self._plan = _plan_of(form, call, self._is_kept)
-        # of packed keys no bound is known that is worth a program
+        # 0 for packed keys: the host knows no useful bound of their lengths
         self._plan.run(call, tokens_k, tokens_q, 0 if form.is_packed else tokens_k)
         return out, lse
 

@@ -1,4 +1,4 @@
-"""How calls are launched: the plans of a form, and the two launchers that the operators call."""
+"""The launchers of a signature, and the two functions that the operators call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .tiles import forward_tile, takes_hopper_forward, takes_short_backward
 
 
 class PortableForward:
-    """The forward pass of the calls of one form, by the kernel that serves every GPU."""
+    """The forward launcher of a signature, by the kernel for every GPU."""
 
     def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype) -> None:
         options = form.options
         descales = x.q_descale, x.k_descale, x.v_descale
-        # nothing between the products and the softmax but the scale
+        # only the scale comes between the products and the softmax
         has_scale_alone = x.bias is None and x.alibi_slopes is None and options.softcap == 0.0
         no_factor = x.q_descale is x.k_descale is None
         constants = structures.ForwardOptions(
@@ -45,7 +45,7 @@ class PortableForward:
         self._work = new_memory()
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        """Return ``(out, lse)``; the tensors have passed ``readable``."""
         form, q = self._form, x.q
         tokens_q, tokens_k = q.shape[-3], x.k.shape[-3]
         out = q.new_empty((*q.shape[:-1], form.head_dim_v), dtype=self._out_dtype)
@@ -86,20 +86,20 @@ class PortableForward:
 
 
 class Plan(NamedTuple):
-    """How calls of one form are launched, without the operators."""
+    """The launcher of calls with one signature, without the operators."""
 
     form: Form
     forward: Forward
-    # None where no call of the form asks for a gradient
+    # None if no call with the signature asks for a gradient
     backward: Backward | None
 
     @property
     def merge(self) -> Merge | None:
-        """What merges results into others; None where no kernel does."""
+        """The launcher that merges results over other keys; None if no kernel merges."""
         return getattr(self.forward, "merge", None)
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether tensors that were put away since still lie in memory as they did."""
+        """Tell whether saved tensors still have the layout that the launcher was made for."""
         return self.form.fits(x)
 
 
@@ -112,7 +112,7 @@ def plan_calls(
     needs_gradient: bool,
     invariant: bool,
 ) -> Plan | None:
-    """Return the plan of all calls of a form; None where copies come first."""
+    """Return the launcher of all calls with a signature; None if tensors must be copied first."""
     if not is_served_as_is(x):
         return None
     form = Form(x, options)
@@ -131,7 +131,7 @@ def _build_others(
     needs_gradient: bool,
     invariant: bool,
 ) -> None:
-    """Begin to build the kernels of a kind of call that is new, while its first one is built."""
+    """Begin to build all kernels of a new kind of call, while its first kernel is built."""
     dims = form.head_dim, form.head_dim_v, form.options.dropout_p > 0.0
     absent = (t is None for t in x)
     is_short = takes_short_backward(x, form.options, out_dtype)
@@ -164,7 +164,7 @@ def build_calls(
     invariant: bool,
     backward: bool,
 ) -> None:
-    """Build the kernels of calls of this form, all at once, and wait for them."""
+    """Build the kernels of calls with this signature, all at once, and wait for them."""
     x = readable(x)
     form = Form(x, options)
     noted = _builds_of(form, x, out_dtype, deterministic, backward, invariant)
@@ -180,7 +180,7 @@ def _builds_of(
     backward: bool,
     invariant: bool,
 ) -> list[builds.Build]:
-    """Return the builds that calls of a form need: its plan is run on tensors without data."""
+    """Return the builds of a signature's calls, noted by launching on tensors without data."""
     shapes = Tensors(*map(_without_data, x))
     if form.options.dropout_p > 0.0:
         shapes = shapes._replace(rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
@@ -202,9 +202,9 @@ def _without_data(x: Tensor | None) -> Tensor | None:
 def plan_forward(
     form: Form, x: Tensors, out_dtype: torch.dtype, invariant: bool, *, is_kept: bool = False
 ) -> Forward:
-    """Return the forward pass of a call, or if it ``is_kept`` of all calls of its form.
+    """Return the forward launcher of a call, or if it ``is_kept`` of all calls with its signature.
 
-    Their tensors are as ``readable`` leaves them.
+    Tensors have to pass ``readable`` first.
     """
     if invariant:
         return InvariantForward(form, out_dtype, is_kept)
@@ -269,7 +269,7 @@ def launch_backward(
         )
     )
     form = Form(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
-    # as wide as the values, whatever dtype the output has
+    # as wide as the values, in any output dtype
     out, dout = (widened(t, form.head_dim_v) for t in (out, dout))
     backward = plan_backward(form, x, out.dtype, deterministic)
     dq, dk, dv, dbias, dsinks = backward(x, out, lse, dout, dlse, needs_dbias)

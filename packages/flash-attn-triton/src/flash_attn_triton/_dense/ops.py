@@ -4,9 +4,9 @@ Importing this module imports torch, but neither triton nor the kernels. CUDA an
 the Triton kernels. CPU tensors run the eager code of ``_reference/eager.py``, or, in a process
 started with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 
-A call is differentiated in one of two ways, which give the same gradients: planned calls by
-``_Planned``, past the operators; all others by the formula of the operator. The backward operator's
-own derivative raises.
+A call with a launcher (``Plan``) is differentiated by ``_Planned``, without the operators; every
+other call by the operator's formula. Both give the same gradients. The backward operator has no
+derivative: asking for one raises.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ from .checks import check_values
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
 
 
-# where the forward operator's arguments stand: its tensors come first, and after ``out_dtype``
-# ``deterministic``, which is for its derivative, and ``invariant``
+# positions of the forward operator's arguments: tensors come first; ``out_dtype`` is followed by
+# ``deterministic``, which only the derivative needs, and ``invariant``
 _TENSORS = len(Tensors._fields)
 _BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
 _OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
@@ -86,7 +86,7 @@ def _check_forward(*arguments: Any) -> None:
 
 
 def _is_invariant(arguments: Sequence[Any]) -> bool:
-    """Read it from the forward operator's arguments, of which the last ones may be absent."""
+    """Read ``invariant`` from the forward operator's arguments, whose last ones may be absent."""
     return any(arguments[_OUT_DTYPE + 2 :])
 
 
@@ -105,7 +105,7 @@ def _backward_triton(
 
 
 def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
-    # without the lengths, which the tensors tell
+    # leave out the longest lengths: eager code reads lengths from the tensors
     options = *arguments[_TENSORS + 2 : _OUT_DTYPE + 1], _is_invariant(arguments)
     return attention_forward(*arguments[:_TENSORS], *options)
 
@@ -154,7 +154,7 @@ def plan_of(
     *,
     needs_gradient: bool,
 ) -> Plan | None:
-    """Return how to launch calls of this form past the operators; None if they are to be asked."""
+    """Return the launcher of calls with this signature; None if they must go through operators."""
     device = x.q.device.type
     if device == "cpu" and not interpreted():
         return EagerPlan(options, out_dtype, invariant)
@@ -181,14 +181,14 @@ def build_calls(arguments: Sequence[Any], backward: bool) -> None:
 
     is_fp8 = x.q.dtype in FP8_DTYPES
     out_dtype = arguments[_OUT_DTYPE] or (torch.bfloat16 if is_fp8 else x.q.dtype)
-    # where an operator's last arguments have their defaults, they are not passed
+    # PyTorch does not pass an operator's last arguments if they have their defaults
     deterministic = any(arguments[_OUT_DTYPE + 1 : _OUT_DTYPE + 2])
     invariant = _is_invariant(arguments)
     build_calls(x, options, out_dtype, deterministic, invariant, backward and not is_fp8)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Put away what the derivative of the forward operator needs."""
+    """Save what the derivative of the forward operator needs."""
     *arguments, _, deterministic, _ = inputs
     ctx.save_for_backward(*arguments[:_TENSORS], *output)
     ctx.options = *arguments[_TENSORS:], deterministic
@@ -221,7 +221,7 @@ def _run_backward(
     options: tuple[Any, ...],
     needs_dbias: bool,
 ) -> Grads:
-    """Return the gradients by the backward operator, whose own derivative raises."""
+    """Return the gradients by the backward operator."""
     return _call_backward(  # type: ignore[no-any-return]
         torch.zeros_like(out) if dout is None else dout,
         x.q,
@@ -242,16 +242,16 @@ _call_backward = differentiable(backward, no_second_derivative("attention_refere
 
 
 class _Planned(torch.autograd.Function):
-    """The two passes of a planned call, past the operators."""
+    """The two passes of a call with a launcher, without the operators."""
 
     @staticmethod
     def forward(
         ctx: Any, call: tuple[Tensors, tuple[int, int], Checked], *given: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Take a call and, for PyTorch, its tensors once more, without those that are None.
+        """Take a call and, for PyTorch, its given tensors once more.
 
-        Every tensor that is taken, kept or returned costs time: the lse is not returned where
-        nobody asks for it.
+        Every tensor that is taken, saved or returned costs time, so the LSE is returned only if it
+        is asked for.
         """
         x, bounds, known = call
         out, lse = known.plan.forward(x)  # type: ignore[union-attr]
@@ -291,9 +291,9 @@ _apply_planned = apply_of(_Planned)
 def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Any]:
-    """Compute ``(out, lse)``, differentiable where a gradient is asked for.
+    """Compute ``(out, lse)``, differentiable if a gradient is asked for.
 
-    The lse may be None if ``known`` says that nobody asks for it.
+    The LSE may be None if ``known.returns_lse`` is False.
     """
     bounds = max_seqlen_q, max_seqlen_k
     if known.plan is None:
@@ -311,7 +311,7 @@ def attention(
 
 
 def needs_gradient(x: Tensors) -> bool:
-    """Say whether a gradient may be asked for later."""
+    """Tell whether a gradient may be asked for later."""
     return torch.is_grad_enabled() and (
         x.q.requires_grad
         or x.k.requires_grad

@@ -1,4 +1,4 @@
-"""Checks of the options: what is not a tensor, nor about one."""
+"""Checks of the options: arguments that are neither tensors nor describe one."""
 
 from collections.abc import Iterable
 from typing import NoReturn
@@ -18,7 +18,7 @@ from .._linked.host.arguments import (
 from .call import Options
 
 _PAGED = "paged keys and values are served by paged_attn_func of the package prefix-prefill"
-# what other attention functions take, and what to do here
+# arguments of other attention functions, and what to use here
 _ELSEWHERE = {
     "attn_bias": "use bias",
     "attn_mask": "use bias, with -inf where a key is hidden",
@@ -41,7 +41,7 @@ _ELSEWHERE = {
 
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
-    """Raise for keyword arguments that do not exist, and say what does."""
+    """Raise for unknown keyword arguments, and name the argument to use."""
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
@@ -57,7 +57,7 @@ def check_options(
     return_lse: bool,
     invariant: bool = False,
 ) -> Options:
-    """Check what is not a tensor; return the options as the operators take them."""
+    """Check the options; return them as the operators take them."""
     if not (
         isinstance(causal, bool)
         and isinstance(deterministic, bool)

@@ -1,8 +1,8 @@
-"""Which kernel serves a call, and the tiles of the portable ones: functions that need no GPU.
+"""Choose the kernel of a call, and the tiles of the portable kernels, without a GPU.
 
-A shape class is the padded head dimension and the element size. Nothing here may depend on lengths
-of packed sequences or on their number: a sequence's result would then depend on its neighbours in
-the batch. The tiles of the kernels for Hopper stand in ``hopper_tiles.py``.
+Tables are keyed by GPU, padded head dimension and element size. Nothing here may depend on the
+lengths or the number of packed sequences: a sequence's result would then depend on its neighbours
+in the batch. The tiles of the Hopper kernels stand in ``hopper_tiles.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._linked.host.arguments import FP32_TINY
 from .._linked.host.tiles import Table, Tile, find_tile, padded_head_dim
 from .call import Options, Tensors
 
-# the interpreter: small tiles, so that short sequences cross tile edges
+# small tiles in the interpreter, so that short sequences cross tile edges
 _INTERPRETED = ((256, Tile(16, 16, 1, 1)),)
 
 _FORWARD: Table[Tile] = {
@@ -165,7 +165,7 @@ def forward_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
 
 @functools.cache
 def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
-    """Return the tile of the pass that makes dk and dv."""
+    """Return the tile of the kernel that makes dk and dv."""
     return find_tile(_BACKWARD_DKDV, platform, head_dim, itemsize)
 
 
@@ -173,10 +173,10 @@ def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile
 def backward_dq_tile(
     platform: Platform, head_dim: int, itemsize: int, has_bias: bool = False
 ) -> Tile:
-    """Return the tile of the pass that makes dq."""
+    """Return the tile of the kernel that makes dq."""
     tile = find_tile(_BACKWARD_DQ, platform, head_dim, itemsize)
     if has_bias and padded_head_dim(head_dim) == 256 and tile.num_stages > 2:
-        # the bias of a third step does not fit beside its keys and values
+        # shared memory holds keys and values of a third step, but not also its bias
         return replace(tile, num_stages=2)
     return tile
 
@@ -189,69 +189,69 @@ def short_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
 
 @functools.cache
 def bias_gradient_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
-    """Return the tile of the bias gradient: that of dq, but where three TF32 products overflow."""
+    """Return the tile of the bias gradient: the tile of dq, or a smaller one for wide TF32."""
     if platform.vendor == "nvidia" and itemsize == 4 and head_dim > 64:
         return Tile(16, 32, 8, 1, "tf32x3")
     return backward_dq_tile(platform, head_dim, itemsize)
 
 
-# for comparisons, and in case of doubt: the portable kernels serve every call
+# "0" makes the portable kernels run every call, for comparisons and in case of doubt
 HOPPER = os.environ.get("FLASH_ATTN_TRITON_HOPPER", "1") != "0"
 
 HALF = (torch.float16, torch.bfloat16)
 
-# with which the quotient of a bias and the scale still has room in fp32
+# smallest scale by which a bias may be divided without overflow in fp32
 LEAST_SCALE = 2.0**-10
 
 
 def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -> bool:
-    """Say whether the forward kernel for Hopper serves a call; the portable one has the rest."""
+    """Tell whether the Hopper forward runs a call; the portable one runs all other calls."""
     if x.q.dtype == torch.float8_e4m3fn:
         fits = _fits_fp8_on_hopper(x, out_dtype)
     else:
-        fits = out_dtype == x.q.dtype  # TMA writes what it reads
+        fits = out_dtype == x.q.dtype  # TMA does not convert
     return (
         fits
         and _takes_hopper(x, options, (*HALF, torch.float8_e4m3fn))
-        # keys ahead of every window are left out, and dropout counts from the sequence's first
+        # with a left window the first keys are left out, but dropout numbers keys from the first
         and (options.dropout_p == 0.0 or options.window_left < 0)
         and max(x.q.shape[-1], x.v.shape[-1]) > 32  # half of a tile would be padding
         and x.out_scale is None
-        # folded into the exponential, where only a positive one commutes with the maximum
+        # the exponential applies the scale, and only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
         and (x.bias is None or _fits_bias_on_hopper(x, options))
     )
 
 
 def _fits_bias_on_hopper(x: Tensors, options: Options) -> bool:
-    """Say whether the forward kernel for Hopper has a form for an additive bias."""
+    """Tell whether the Hopper forward supports an additive bias in this call."""
     return (
         x.q.dtype in HALF
         and x.bias is not None
         and _has_tiles(x.bias, options)
-        # a bias is divided by the scale, as products are multiplied with it behind the sum
+        # the kernel divides the bias by the scale, and multiplies the sum with the scale later
         and options.softmax_scale >= LEAST_SCALE
     )
 
 
 def _has_tiles(bias: Tensor, options: Options) -> bool:
-    """Say whether TMA can copy tiles of a bias as the kernels for Hopper walk the keys.
+    """Tell whether TMA can copy tiles of a bias in the Hopper kernels' walk over keys.
 
-    A tile begins at a multiple of 16 bytes in its row. Beside a window that ends on the left, keys
-    count from the first one that a query sees, which may be any.
+    A tile has to begin at a multiple of 16 bytes in its row. With a left window, tiles begin at the
+    first key that a query sees, which may be any key.
     """
     return has_columns(bias) and options.window_left < 0
 
 
 def has_columns(bias: Tensor) -> bool:
-    """Say whether a bias has tiles: it is not the same for all keys, which moves the LSE alone."""
+    """Tell whether a bias differs between keys; one that does not only shifts the LSE."""
     return bias.shape[-1] > 1 and bias.stride(-1) != 0 and bias.numel() > 0
 
 
 def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
-    """Say whether the forward in FP8 can have a call, and is worth the copy of the values."""
+    """Tell whether the FP8 forward can run a call, and is worth the copy of the values."""
     is_worth = (
-        x.cu_seqlens_q is not None  # there, lengths may not decide
+        x.cu_seqlens_q is not None  # lengths of packed sequences must not decide
         or x.q.shape[-3] > 128
         or x.k.shape[-3] >= 2048
     )
@@ -264,7 +264,7 @@ def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
 
 
 def takes_hopper_backward(x: Tensors, options: Options) -> bool:
-    """Say whether the backward kernel for Hopper serves a call; the portable ones have the rest."""
+    """Tell whether the Hopper backward runs a call; portable kernels run all other calls."""
     return (
         _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
@@ -272,17 +272,17 @@ def takes_hopper_backward(x: Tensors, options: Options) -> bool:
     )
 
 
-# tokens, of queries and of keys, and head dimension, up to which one launch makes all gradients:
-# beyond, large batches take longer than by the kernels for Hopper
+# most queries, keys and head dimension for which one launch makes all gradients: above, large
+# batches are faster with the Hopper kernels
 SHORT = 128
 SHORT_HEAD_DIM = 64
 
 
 def takes_short_backward(x: Tensors, options: Options, out_dtype: torch.dtype) -> bool:
-    """Say whether one launch makes all gradients of a call: a plain one, of short sequences."""
+    """Tell whether one launch makes all gradients: of a call with q, k and v alone, all short."""
     return (
         HOPPER
-        # a plan is made before the numbers of dropout are drawn
+        # rng_state is still None when the launcher is made
         and options.dropout_p == 0.0
         and all(t is None for t in x[3:])
         and detect(x.q.device).is_hopper
@@ -300,7 +300,7 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in dtypes
-        # rows that TMA reads; ``readable`` has made others wider
+        # rows that TMA can read; ``readable`` has widened all others
         and x.q.shape[-1] * x.q.element_size() % 16 == 0
         and x.v.shape[-1] * x.v.element_size() % 16 == 0
         and x.k.numel() > 0

@@ -1,7 +1,8 @@
-"""The backward pass of one rank: the walk of the forward, with the log-sum-exp of the whole.
+"""The backward pass of one rank: the steps of the forward, with the LSE over all keys.
 
-Gradients of keys travel back while the walk goes on. All gradients are summed in fp32 and rounded
-once, over up to ``MERGED`` summands in one pass; only those that travel are rounded before.
+Gradients of keys are sent back while the next steps run. All gradients are summed in fp32 and
+rounded once, with up to ``MERGED`` summands per pass; only gradients that are sent are rounded
+before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def backward(
     rank = _Rank(q, (out, lse, dout, dlse), Pass.of(q, k, v, sinks, options))
     dsinks = q.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
     own = _KeyGradients(k, v)
-    # every row is in the first product, and its sink with it
+    # the first product has every row, so it gets the sinks
     of_sinks = rank.differentiate(table.local, k, v, own, sinks)
     returning: tuple[Exchange, Rows] | None = None
     for i, step in enumerate(table.steps):
@@ -40,7 +41,7 @@ def backward(
         fetch.begin_next()
     if returning is not None and (step.receives or step.sends.count):
         give_way(q)
-    # while the last gradients of keys are under way
+    # runs while the last gradients of keys are in flight
     dq = rank.dq.result()[0] if table.local else torch.zeros_like(q)
     if returning is not None:
         own.receive(*returning)
@@ -61,7 +62,7 @@ class _KeyGradients:
             pieces.add(summand(grad, product.key_raster))
 
     def receive(self, exchange: Exchange, rows: Rows) -> None:
-        """Take the gradients of some rows that come back from a rank."""
+        """Take the gradients of rows that a rank sends back."""
         for pieces, grad in zip(self._of, exchange.wait(), strict=True):
             if rows.rasters is None:
                 grad = rows.spread(grad, self._tokens)
@@ -79,7 +80,7 @@ class _KeyGradients:
 
 
 class _Rank:
-    """A rank's queries, what is known of their results, and their gradient as it grows."""
+    """A rank's queries, their results, and their gradient so far."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class _Rank:
         grads: _KeyGradients,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradients that keys give; return that of the sinks, of the first product."""
+        """Add the gradients of some products; return the gradient of the sinks of the first one."""
         of_sinks = None
         for i, product in enumerate(products):
             part = Part(product, self._q, k, v, None if i else sinks, self._known)
@@ -110,7 +111,7 @@ class _Rank:
 
 
 def _sent_back(step: Step, kv: tuple[Tensor, Tensor], rank: _Rank) -> Tensor:
-    """Compute the gradients by the keys of a step; return those of the keys, to be sent back."""
+    """Compute the gradients of a step's products; return dk and dv as a message to send back."""
     if not step.products:
         return kv[0].new_empty(0)
     grads = _KeyGradients(*kv)

@@ -1,4 +1,4 @@
-"""What ranks say of their calls, and the comparison of it."""
+"""Properties of a call that all ranks must share, and their comparison."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NAMES = (
 
 
 class _Shown(str):
-    """Text that ranks compare, shown as it is."""
+    """Text that ranks compare; messages show it without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def claims_of(x: Tensors, options: Sharded, has_gradient: bool) -> list[str]:
-    """Say of a call what has to be the same on every rank."""
+    """Return the properties of a call that must be the same on every rank; see ``NAMES``."""
     layout = options.layout
     return [
         str(x.q.dtype),
@@ -52,9 +52,10 @@ def compare(
     device: torch.device,
     error: Exception | None = None,
 ) -> None:
-    """Compare what ranks say of their calls; raise on all of them if they differ.
+    """Compare the ranks' claims; raise on all ranks if they differ.
 
-    Over one group after the other: what is wrong in one is an error of its ranks in the next.
+    Groups are compared one after the other: a difference in one group is reported as an error of
+    its ranks in the next group.
     """
     named: dict[str, Any] = dict(zip(NAMES, map(_Shown, claims), strict=True))
     named["sinks"] = None if sinks is None else sinks.tolist()

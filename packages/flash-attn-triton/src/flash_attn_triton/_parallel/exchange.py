@@ -1,4 +1,4 @@
-"""Keys and values, or their gradients, on their way from one rank of a group to another one."""
+"""Exchanges of keys and values, or of their gradients, between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Side = tuple[int, int, int]
 
 
 class Channel:
-    """What two ranks exchange: tokens of keys, then as many of values, in one dimension.
+    """Sends messages between ranks: tokens of keys, then as many of values, in one dimension.
 
-    So what arrives is two contiguous tensors, without a copy.
+    A message that arrives is two contiguous tensors, without a copy.
     """
 
     def __init__(self, k: Tensor, v: Tensor, group_size: int, group: str) -> None:
@@ -24,7 +24,7 @@ class Channel:
         self._sides = (heads_k, d_k, heads_k * d_k), (heads_v, d_v, heads_v * d_v)
 
     def send(self, message: Tensor, target: int, source: int, tokens: int) -> Exchange:
-        """Send a message to ``target``, while one of so many tokens comes from ``source``."""
+        """Send a message to ``target``, and receive one of ``tokens`` tokens from ``source``."""
         sent, received = [0] * self._group_size, [0] * self._group_size
         sent[target] = message.numel()
         received[source] = size = tokens * sum(side[2] for side in self._sides)
@@ -35,7 +35,7 @@ class Channel:
 
 
 class Exchange:
-    """A message that was sent, and the one that comes in the same step."""
+    """The message that arrives in one step."""
 
     def __init__(
         self, arriving: Tensor, work: dist.Work | None, tokens: int, sides: tuple[Side, Side]
@@ -53,7 +53,7 @@ class Exchange:
 
 
 def give_way(x: Tensor) -> None:
-    """Let an exchange that was just asked for begin before the next kernel on a GPU."""
+    """Let an exchange that was just issued begin before the next kernel on a GPU."""
     if x.is_cuda:
         from .kernels.launch import give_way
 

@@ -1,7 +1,7 @@
-"""Heads over the ranks of a second group: an all-to-all before attention, and one behind it.
+"""Heads over the ranks of a second group: an all-to-all before attention, and one after it.
 
-Each rank of that group holds some of the tokens with all heads, and attends with all of their
-tokens and some of the heads (DeepSpeed-Ulysses: Jacobs et al. 2023).
+Each rank of that group holds some of the tokens with all heads, and computes attention for all of
+the group's tokens with some of the heads (DeepSpeed-Ulysses: Jacobs et al., 2023).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .._linked.parallel.shards import part_sizes
 
 
 class Heads:
-    """How tokens and heads change places between the ranks of a group.
+    """The exchange of tokens for heads between the ranks of a group.
 
     Args:
-        at: this rank in that group.
-        tokens: how many tokens its ranks hold together, of each sequence of the batch.
-        batch: sequences of that length; 1 if packed.
+        at: this rank in the group.
+        tokens: tokens that its ranks hold together, of each sequence of the batch.
+        batch: number of sequences of that length; 1 if packed.
     """
 
     def __init__(self, at: Where, tokens: int, batch: int) -> None:
@@ -33,11 +33,11 @@ class Heads:
 
     @property
     def own(self) -> int:
-        """How many of the tokens this rank holds."""
+        """The number of tokens that this rank holds."""
         return self.sizes[self.at.rank]
 
     def part_of(self, sinks: Tensor | None) -> Tensor | None:
-        """Return this rank's heads."""
+        """Return the sinks of this rank's heads."""
         if sinks is None:
             return None
         count = sinks.shape[0] // self.at.group_size

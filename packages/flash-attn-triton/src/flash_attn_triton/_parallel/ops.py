@@ -1,6 +1,6 @@
-"""Operators of sequences that are cut across ranks, and their derivative.
+"""Operators for sequences that are cut across ranks, and their derivative.
 
-Each is opaque to a trace, with its exchange of keys.
+Each operator is opaque to a trace and includes its exchange of keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _on_cpu() -> Iterator[None]:
 
 
 def _undisturbed(q: Tensor) -> AbstractContextManager[None]:
-    """Keep eager code from the caller's modes; kernels do not see them."""
+    """Shield eager code from the caller's gradient and autocast modes; kernels ignore them."""
     return _on_cpu() if q.is_cpu else nullcontext()
 
 
@@ -80,7 +80,7 @@ def _backward_fake(
     return *grads, q.new_empty((0,)) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-# its result says nothing: what takes it comes after the comparison
+# the result is empty: operators that take it run after the comparison
 compare_calls = register(
     f"{ops.NAMESPACE}::compare_calls",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}, bool has_gradient, str[] groups) "
@@ -111,7 +111,7 @@ sharded_backward = register(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Put away what the derivative needs."""
+    """Save what the derivative needs."""
     q, k, v, sinks, *options, _ = inputs
     known = Sharded(*options)
     ctx.save_for_backward(q, k, v, sinks, known.lengths, *output)
@@ -144,11 +144,11 @@ torch.library.register_autograd(
 
 
 class _Passes(torch.autograd.Function):
-    """The two passes past the operators."""
+    """The two passes without the operators."""
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        # PyTorch lets nobody write to a result that is a view
+        # PyTorch forbids writing to a result that is a view
         out, lse = _forward(*given)
         return out.detach(), lse.detach()
 
@@ -160,6 +160,6 @@ _apply_passes = apply_of(_Passes)
 
 
 def call_forward(*given: Any) -> tuple[Tensor, Tensor]:
-    """Call the forward operator, or past it where nothing would see it; arguments are its own."""
+    """Call the forward operator, or skip it if PyTorch does not watch; same arguments."""
     out, lse = (_call_operator if is_watched() else _apply_passes)(*given)
     return out, lse

@@ -1,8 +1,7 @@
-"""The passes of one rank: its own keys first, then those of the others, as they arrive.
+"""The forward pass of one rank: its own keys first, then the keys of other ranks as they arrive.
 
-Forward: keys and values of the next ranks travel while products run, in memory for two ranks' keys
-at most; partial results are merged by their log-sum-exp. The backward is in
-``backward.py``.
+Keys and values of the next ranks are exchanged while products run; memory holds the keys of at most
+two other ranks. Partial results are merged by their LSE. ``backward.py`` has the backward pass.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from .exchange import Channel, Exchange, give_way
 from .pieces import MERGED, Piece, merge_eagerly
 from .shards import Product, Step, table_of
 
-# other ranks' keys that are in memory, or on their way, at a time
+# exchanges of keys that are in memory, or in flight, at a time
 AHEAD = 2
 
 
 class Sharded(NamedTuple):
-    """What is not multiplied, in the order of the operators."""
+    """The options of a call, in the order of the operators."""
 
     softmax_scale: float
     softcap: float
     deterministic: bool
-    # how sequences are cut; see ``Cut``
+    # the cut of the sequences; see ``Cut``
     lengths: Tensor | None
     numbers: list[int]
     group: str
 
     @property
     def layout(self) -> Layout:
-        """How sequences are cut."""
+        """The cut of the sequences."""
         return layout_by(self.lengths, self.numbers)
 
 
 class Pass(NamedTuple):
-    """What the products of one pass have in common.
+    """The common part of the products of one pass.
 
-    ``form`` is that of the rank's own tensors: with a product it says all that a launch depends on,
-    but for addresses. None where nothing may go past the operators.
+    ``form`` is the signature of the rank's own tensors. Together with a product it determines a
+    launch, except for addresses. None if calls must go through the operators.
     """
 
     options: Sharded
@@ -54,14 +53,14 @@ class Pass(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Sharded) -> Pass:
-        """Look at the tensors of a rank, ``[tokens, heads, d]``."""
+        """Take the tensors of a rank, ``[tokens, heads, d]``."""
         return cls(options, form_of((q, k, v), (sinks,), options[:3], True))
 
 
 class Fetch:
-    """The keys and values of all steps, some of them under way.
+    """The keys and values of all steps, some of them in flight.
 
-    ``gives_way``: what is launched next stays on all of a GPU, and has to let exchanges begin.
+    ``gives_way``: the next kernel occupies the whole GPU, and must let exchanges begin first.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Fetch:
         self.begin_next(AHEAD)
 
     def begin_next(self, count: int = 1) -> None:
-        """Send what the next steps ask for."""
+        """Begin the exchanges of the next ``count`` steps."""
         asked = self._steps[len(self._begun) :][:count]
         for step in asked:
             message = step.sends.message(*self._kv)
@@ -87,16 +86,16 @@ class Fetch:
         return self._begun[i].wait()
 
     def forget(self, i: int) -> None:
-        """Let the memory of a step go."""
+        """Free the memory of a step."""
         self._begun[i] = None  # type: ignore[call-overload]
 
 
 class Pieces:
-    """What has been computed so far: never more than ``MERGED`` pieces are in memory.
+    """The results so far: at most ``MERGED`` pieces in memory.
 
-    What is merged before the end stays in fp32. A kernel that merges into a piece rounds it each
-    time, so it does that for ``MERGED`` products at most: whatever the number of ranks, no more
-    roundings add up.
+    Pieces that are merged before the end stay in fp32. A kernel that merges into a piece rounds it
+    each time, so at most ``MERGED`` products go into one piece. So the number of roundings does not
+    grow with the number of ranks.
     """
 
     def __init__(self, tokens: int, dtype: torch.dtype) -> None:
@@ -115,9 +114,9 @@ class Pieces:
         self.joined = 1
 
     def whole(self) -> tuple[Tensor, Tensor] | None:
-        """Return output and LSE of the last piece if it has all tokens, and more may go into it.
+        """Return output and LSE of the last piece if a product may be merged into it, else None.
 
-        Who merges a product into it counts that in ``joined``.
+        The caller that merges a product into it raises ``joined``.
         """
         if not self._held or self.joined == MERGED:
             return None
@@ -125,13 +124,13 @@ class Pieces:
         is_whole = raster == (0, self._tokens, self._tokens, 1) and out.dtype == self._dtype
         if lse is None or not is_whole:
             return None
-        # of one group there may be a dimension more
+        # a piece of one group may have one more dimension
         return (out, lse) if out.ndim == 3 else (out[0], lse[0])
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Return ``[tokens, heads, d]``, and the LSE as ``[heads, tokens]`` if there is one.
 
-        There is a piece; tokens that are in none get 0.
+        There must be a piece. Tokens in no piece get 0.
         """
         out, lse, _ = self._held[0]
         if len(self._held) > 1 or not self._held[0].has_all(self._tokens):
@@ -156,7 +155,7 @@ def forward(
     sinks: Tensor | None,
     options: Sharded,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exp over the keys of all ranks."""
+    """Return the output, and the LSE over the keys of all ranks."""
     table = table_of(options.layout)
     fetch = Fetch(k, v, table.steps, options, gives_way=True)
     if not table.local:
@@ -171,7 +170,7 @@ def forward(
         for product in step.products:
             _attend(Part(product, q, *kv, None, known), pieces)
         del kv
-        # the memory of these keys goes before others begin to arrive
+        # free the memory of these keys before the next keys begin to arrive
         fetch.forget(i)
         fetch.begin_next()
     if table.local:
@@ -181,7 +180,7 @@ def forward(
 
 
 def _attend(part: Part, pieces: Pieces) -> None:
-    """Compute what the keys of a product give: into what is there, if a kernel can."""
+    """Compute a product, merged into an earlier piece if a kernel can do that."""
     if not part.merge_into(pieces):
         pieces.add(part.piece(*part.forward()))
 
@@ -209,7 +208,7 @@ class Part:
         self._x = Tensors(*own, cu_q, cu_k, sinks=sinks)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp, as the kernels shape them."""
+        """Return the output and the LSE in the shapes of the kernels."""
         x = self._x
         plan = self._plan(needs_gradient=False)
         if plan is not None:
@@ -221,7 +220,7 @@ class Part:
         )
 
     def merge_into(self, pieces: Pieces) -> bool:
-        """Merge results into those over other keys, in place; return whether a kernel did."""
+        """Merge the product into earlier results, in place; return whether a kernel did."""
         x = self._x
         there = pieces.whole()
         if there is None or x.sinks is not None:
@@ -271,11 +270,11 @@ class Part:
         return dq, dk, dv, dsinks
 
     def piece(self, out: Tensor, lse: Tensor | None) -> Piece:
-        """Return results with the tokens that they belong to."""
+        """Return results with the raster of their tokens."""
         return Piece(out, lse, self._product.row_raster)
 
     def _plan(self, *, needs_gradient: bool) -> Plan | None:
-        """Return how to launch this product; None where the operators have to be asked."""
+        """Return the launcher of this product; None if it must go through the operators."""
         if self._form is None:
             return None
         key = self._product, self._form, needs_gradient
@@ -289,7 +288,7 @@ class Part:
         return self._product.size if self._product.batch else self._product.longest
 
     def _of(self, x: Tensor, raster: tuple[int, int, int]) -> Tensor:
-        """Return rows of ``[tokens, heads, d]``; with a raster ``[batch, rows, heads, d]``."""
+        """Return rows of ``[tokens, heads, d]``; for a batch as ``[batch, rows, heads, d]``."""
         begin, size, step = raster
         batch = self._product.batch
         if not batch:
@@ -305,7 +304,7 @@ class Part:
         )
 
     def _of_lse(self, x: Tensor) -> Tensor:
-        """Return columns of ``[heads, tokens]``; with a raster ``[batch, heads, rows]``."""
+        """Return columns of ``[heads, tokens]``; for a batch as ``[batch, heads, rows]``."""
         begin, size, step = self.rows
         batch = self._product.batch
         if not batch:
@@ -319,17 +318,17 @@ class Part:
         )
 
 
-# by products, and by the forms that products of several lengths share
+# by product, and by signature, which products of several lengths share
 _plans: Memory[Plan] = Memory()
 
 
 def _plan_of(
     x: Tensors, options: Options, deterministic: bool, needs_gradient: bool
 ) -> Plan | None:
-    """Return how to launch calls of a form; None where the operators have to be asked."""
+    """Return the launcher of calls with a signature; None if they must go through the operators."""
     is_packed = x.cu_seqlens_q is not None
     others = x.cu_seqlens_q, x.cu_seqlens_k, x.sinks
-    # rows that are no whole accesses may begin between two: there is no form then
+    # None if tensors are misaligned
     form = form_of(x[:3], others, (*options, deterministic, needs_gradient), is_packed)
     plan = None if form is None else _plans.get(form)
     if form is None or plan is not None:

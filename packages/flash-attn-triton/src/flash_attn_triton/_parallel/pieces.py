@@ -1,4 +1,4 @@
-"""Results over some keys for some tokens, and how they are put together."""
+"""Partial results, over some keys for some tokens, and their merge."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# pieces that one pass takes
+# pieces that one merge takes
 MERGED = 4
-# the first token, how many follow, from one such group to the next, and how many groups
+# (first token, tokens per group, distance of groups, number of groups)
 Raster = tuple[int, int, int, int]
 
 
 class Piece(NamedTuple):
-    """Outputs, or gradients, of tokens that lie in a raster.
+    """Outputs, or gradients, of the tokens of a raster.
 
-    ``out`` is ``[batch, size, heads, d]``, and ``lse`` fp32 ``[batch, heads, size]``, or None where
-    pieces are added up. Of sequences of several lengths there is one of all that lies between the
-    first and the last of them: ``[size, heads, d]`` and ``[heads, size]``.
+    ``out`` is ``[batch, size, heads, d]``, and ``lse`` fp32 ``[batch, heads, size]``, or None if
+    pieces are to be added up. A piece of sequences of several lengths covers all tokens from the
+    first to the last: ``[size, heads, d]`` and ``[heads, size]``.
     """
 
     out: Tensor
@@ -29,18 +29,18 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The token behind the last one."""
+        """The token after the last one."""
         begin, size, step, batch = self.raster
         return begin + (batch - 1) * step + size
 
     def has_all(self, tokens: int) -> bool:
-        """Say whether the piece has each of so many tokens."""
+        """Tell whether the piece has all of ``tokens`` tokens."""
         _, size, step, batch = self.raster
         return size * batch == tokens and (batch == 1 or size == step)
 
 
 def summand(x: Tensor, raster: Raster) -> Piece:
-    """Return gradients that are to be added up; groups that lie together are one."""
+    """Return gradients as a piece to be added up; adjacent groups become one."""
     begin, size, step, batch = raster
     if size == step:
         raster = begin, size * batch, size * batch, 1
@@ -50,7 +50,7 @@ def summand(x: Tensor, raster: Raster) -> Piece:
 def merge_eagerly(
     pieces: Sequence[Piece], tokens: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Merge pieces by their LSE, or add them up if they have none; what the CPU runs.
+    """Merge pieces by their LSE, or add them up if they have none; for CPU tensors.
 
     Returns:
         ``out``, ``[tokens, heads, d]`` in ``dtype``, and ``lse``, fp32 ``[heads, tokens]``; or the
@@ -65,7 +65,7 @@ def merge_eagerly(
             lse[_rows(piece)] = piece.lse.transpose(-1, -2).reshape(-1, heads)
         lses.append(lse)
     largest = torch.stack(lses).amax(0)
-    # where no piece saw a key
+    # 0 where no piece saw a key
     shift = largest.masked_fill(largest.isinf(), 0.0)
     total = torch.zeros_like(largest)
     for piece, lse in zip(pieces, lses, strict=True):

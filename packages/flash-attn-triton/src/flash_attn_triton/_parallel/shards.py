@@ -1,14 +1,15 @@
-"""What each rank multiplies with what, and which keys travel for it.
+"""The products that each rank computes, and the keys that ranks exchange for them.
 
-A rank holds *runs*: tokens of a sequence that lie one after the other. Its queries meet its own
-keys first, then those of the other ranks, one rank per *step*: the keys of rank r - t arrive at
-rank r, for t from 1 on. Of a run, only the keys that some query there sees are sent. Several t
-share a step, which is one exchange, where no rank sends to two others or receives from two.
+A rank holds *runs*: consecutive tokens of a sequence. It multiplies its queries first with its own
+keys, then with the keys of one other rank per *step*: the keys of rank r - t arrive at rank r, for
+t from 1 on. Of a run, only the keys that some query of the receiver sees are sent. Exchanges with
+different t are batched into one step if every rank then has at most one peer to send to and one to
+receive from.
 
-A *product* is one call of the kernels. The mask between two runs is a rectangle without holes, or
-a window beside the diagonal; the kernels align windows to the bottom right of the rectangle, so
-windows move with its corner. All of this follows from lengths, the mask and the rule of the shards,
-so every rank knows what the others send and expect.
+A *product* is one call of the kernels. The mask between two runs is either a rectangle without
+holes, or a window along the diagonal. The kernels align windows to the bottom right of a rectangle,
+so a window is shifted by the rectangle's corner. All of this follows from lengths, the mask and the
+rule of the shards, so every rank knows what the other ranks send and expect.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NO_WINDOW = (-1, -1)
 
 
 class Rectangle(NamedTuple):
-    """Queries and keys that meet: rows of the rank's queries, rows of the keys at hand."""
+    """Queries and keys of one product: rows of the rank's queries, rows of the present keys."""
 
     window: tuple[int, int]
     q_begin: int
@@ -43,15 +44,14 @@ class Product:
 
     Attributes:
         window: ``(left, right)``, aligned to the bottom right of each rectangle.
-        rows: the first and the last row of queries, ``(begin, end)``.
-        keys: likewise of the keys.
-        batch: the number of rectangles, if they are equally large and equally far apart; 0
-            otherwise.
-        q_step: rows from one to the next, if so.
-        k_step: likewise of the keys.
-        row_raster: where the queries are, as ``Piece`` has it. Without a ``batch`` that is one
-            group, from the first to the last.
-        key_raster: likewise of the keys.
+        rows: the range of rows of queries, ``(begin, end)``.
+        keys: the range of rows of keys.
+        batch: the number of rectangles, if they are equally large and equally far apart; else 0.
+        q_step: rows of queries from one rectangle to the next, if ``batch`` is not 0.
+        k_step: rows of keys from one rectangle to the next.
+        row_raster: the raster of the queries; see ``Piece``. If ``batch`` is 0 it is one group,
+            from the first query to the last.
+        key_raster: the raster of the keys.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle]) -> None:
@@ -77,9 +77,10 @@ class Product:
         return max(q for q, _ in self._lengths), max(k for _, k in self._lengths)
 
     def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return where the rectangles begin, int32; rows between them are sequences of their own.
+        """Return the offsets of the rectangles, int32.
 
-        Those face no key, and keys between them face no query.
+        Rows between rectangles are separate sequences without keys; keys between rectangles are
+        separate sequences without queries.
         """
         found = self._on.get(device)
         if found is None:
@@ -96,9 +97,9 @@ class Rows:
     """Some rows of a rank.
 
     Attributes:
-        count: how many there are.
-        rasters: the same as few rasters, in their order, as ``Piece`` has them; None if there are
-            more than one pass adds to a rank's own.
+        count: the number of rows.
+        rasters: the rows as a few rasters, in order; see ``Piece``. None if there are more rasters
+            than one pass can add.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -114,7 +115,7 @@ class Rows:
         self._on: dict[torch.device, Tensor] = {}
 
     def message(self, k: Tensor, v: Tensor) -> Tensor:
-        """Return the rows of keys, and behind them those of values, in one dimension."""
+        """Return the rows of keys, then the rows of values, in one dimension."""
         if not self.count:
             return k.new_empty(0)
         if len(self._ranges) < MERGED:
@@ -131,7 +132,7 @@ class Rows:
         return message
 
     def spread(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return so many rows: these at their places, and 0 elsewhere."""
+        """Return ``tokens`` rows: these rows at their places, and 0 elsewhere."""
         spread = rows.new_zeros(tokens, *rows.shape[1:])
         return spread.index_copy_(0, self._index(rows.device), rows)
 
@@ -144,9 +145,9 @@ class Rows:
 
 
 class Step(NamedTuple):
-    """An exchange: keys of one rank arrive, and others go to another one.
+    """An exchange: ``receives`` rows arrive from ``source``, and ``sends`` go to ``target``.
 
-    ``receives`` rows come from ``source``, and ``sends`` go to ``target``; either may be none.
+    Either may be empty.
     """
 
     source: int
@@ -157,7 +158,7 @@ class Step(NamedTuple):
 
 
 class Table:
-    """What one rank computes and exchanges."""
+    """The products and exchanges of one rank."""
 
     def __init__(self, layout: Layout) -> None:
         lengths, group_size, self._window, shard, rank = layout
@@ -165,12 +166,12 @@ class Table:
         self._runs = [_by_sequence(merged(runs)) for runs in cut.runs]
         self.tokens = cut.tokens(rank)
         diagonal, others = self._own(rank)
-        # every row is in the first product, and its sink with it
+        # the first product has every row, so it gets the sinks
         self.local = _products(diagonal) + _products(others)
         self.steps = tuple(self._step(rank, asked) for asked in self._exchanges(group_size))
 
     def _exchanges(self, group_size: int) -> list[dict[int, _Needed]]:
-        """Return, for each exchange, what arrives at those ranks at which something does."""
+        """Return, for each exchange, what each receiving rank needs."""
         found: list[dict[int, _Needed]] = []
         for t in range(1, group_size):
             asked = {}
@@ -179,7 +180,7 @@ class Table:
                 needed = _Needed(source, self._runs[r], self._runs[source], self._window)
                 if needed.count:
                     asked[r] = needed
-            # one exchange for several distances, where no rank sends twice or receives twice
+            # one exchange for several t, if no rank sends twice or receives twice
             for others in found:
                 if others.keys().isdisjoint(asked) and _sources(others).isdisjoint(_sources(asked)):
                     others.update(asked)
@@ -190,23 +191,23 @@ class Table:
         return found
 
     def _step(self, rank: int, asked: dict[int, _Needed]) -> Step:
-        """Return what one rank does in an exchange."""
+        """Return one rank's part of an exchange."""
         own = asked.get(rank)
         target = next((r for r, needed in asked.items() if needed.source == rank), None)
         sends = Rows(() if target is None else asked[target].ranges)
-        # who has nothing to say says it to itself
+        # a rank that sends nothing sends an empty message to itself
         target = rank if target is None else target
         if own is None:
             return Step(rank, target, sends, 0, ())
         return Step(own.source, target, sends, own.count, _products(own.rectangles))
 
     def _own(self, rank: int) -> tuple[list[Rectangle], list[Rectangle]]:
-        """Return where queries meet keys of their own rank: of their own run, and of others."""
+        """Return the rectangles within this rank: of runs with themselves, and with other runs."""
         left, right = self._window
         diagonal, others = [], []
         for runs in self._runs[rank].values():
             if left < 0 and right <= 0:
-                # nothing but the order of tokens matters, which is that of the sequence
+                # only the order of tokens matters, and a rank keeps the order of the sequence
                 begin, end = runs[0].row, runs[-1].row + runs[-1].length
                 diagonal.append(Rectangle(self._window, begin, end, begin, end))
                 continue
@@ -219,7 +220,7 @@ class Table:
 
 
 class _Placed(NamedTuple):
-    """A run, and the row where it begins on its rank."""
+    """A run, and its first row on its rank."""
 
     begin: int
     end: int
@@ -231,7 +232,7 @@ class _Placed(NamedTuple):
 
 
 class _Needed:
-    """What a rank needs of another one's keys, and what it does with them."""
+    """The keys that a rank needs of another rank, and the rectangles that it computes with them."""
 
     def __init__(
         self,
@@ -262,12 +263,12 @@ class _Needed:
 
 
 def _sources(asked: dict[int, _Needed]) -> set[int]:
-    """Return the ranks that send."""
+    """Return the sending ranks."""
     return {needed.source for needed in asked.values()}
 
 
 def _meeting(q: _Placed, k: _Placed, window: tuple[int, int]) -> Rectangle | None:
-    """Return the queries that see keys of a run, and those; None if no query does."""
+    """Return the queries that see keys of a run, and these keys; None if no query sees one."""
     left, right = window
     q_begin, q_end, k_begin, k_end = q.begin, q.end, k.begin, k.end
     if left >= 0:
@@ -279,7 +280,7 @@ def _meeting(q: _Placed, k: _Placed, window: tuple[int, int]) -> Rectangle | Non
         q_end = min(q_end, k_end + left)
     if k_begin >= k_end or q_begin >= q_end:
         return None
-    # the kernels have the last query at the last key
+    # the kernels align the last query to the last key
     shift = k_end - q_end
     sees_first = left < 0 or q_end - 1 - left <= k_begin
     sees_last = right < 0 or q_begin + right >= k_end - 1
@@ -313,7 +314,7 @@ def _joined(found: list[Rectangle]) -> list[Rectangle]:
 
 
 def _products(rectangles: list[Rectangle]) -> tuple[Product, ...]:
-    """Put rectangles into as few calls as hold them, in the order in which they begin."""
+    """Put rectangles into as few calls as possible, in the order of their begins."""
     order: dict[tuple[int, int], list[list[Rectangle]]] = {}
     for one in sorted(rectangles, key=lambda one: one[1:]):
         calls = order.setdefault(one.window, [])
@@ -336,7 +337,7 @@ def _by_sequence(runs: Iterable[Run]) -> dict[int, list[_Placed]]:
 
 
 def _raster(rectangles: Sequence[Rectangle]) -> tuple[int, int, int]:
-    """Return how many rectangles there are, and their distances; no number if they differ."""
+    """Return the number of rectangles and their distances; zeros if sizes or distances differ."""
     first = rectangles[0]
     if len(rectangles) == 1:
         return 1, first.q_end - first.q_begin, first.k_end - first.k_begin
@@ -353,7 +354,10 @@ def _raster(rectangles: Sequence[Rectangle]) -> tuple[int, int, int]:
 
 
 def _rasters(ranges: list[tuple[int, int]]) -> list[Raster] | None:
-    """Return ranges as one raster, if they are equally long and equally far apart, or as a few."""
+    """Return ranges as one raster, if equally long and equally far apart, or as fewer than MERGED.
+
+    None if neither is possible.
+    """
     if not ranges:
         return []
     begin, end = ranges[0]
@@ -366,7 +370,7 @@ def _rasters(ranges: list[tuple[int, int]]) -> list[Raster] | None:
 
 
 def _lengths(rectangles: Sequence[Rectangle]) -> list[tuple[int, int]]:
-    """Return the queries and keys of each sequence, those between rectangles included."""
+    """Return the queries and keys of each sequence, including rows between rectangles."""
     lengths = []
     q_last, k_last = rectangles[0].q_begin, rectangles[0].k_begin
     for _, q_begin, q_end, k_begin, k_end in rectangles:

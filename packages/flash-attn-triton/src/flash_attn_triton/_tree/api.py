@@ -24,32 +24,32 @@ def flash_attn_tree_func(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of packed segments that hang below each other, forward and backward.
+    """Softmax attention over a tree of packed segments, forward and backward.
 
-    A token sees all tokens of the segments above its own, up to a root, and its own segment
-    causally. So the result equals causal attention over each path from a root, written out; but a
-    segment's keys and values lie in memory once, are computed with once, and get one gradient,
-    whatever hangs below it. Scores, softcap and sinks are those of :func:`flash_attn_func`.
+    A token sees all tokens of the segments above its own segment, up to a root, and its own segment
+    causally. The result equals causal attention over each written-out path from a root. But a
+    segment's keys and values are stored once, and get one gradient, however many segments are
+    below it. Scores, softcap and sinks are those of :func:`flash_attn_func`.
 
     Args:
-        q: queries, ``[tokens, heads_q, head_dim]``; fp16, bf16 or fp32. Segment s is the rows
-            ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. Rows beyond the last are padding, whose
-            output is 0, lse -inf and gradient 0. ``head_dim`` is from 1 to 256. Strides are free.
+        q: queries, ``[tokens, heads_q, head_dim]``; fp16, bf16 or fp32. Segment s has the rows
+            ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. Rows after the last segment are padding,
+            with output 0, lse -inf and gradient 0. ``head_dim`` is from 1 to 256. Any strides.
         k: keys, ``[tokens, heads_k, head_dim]``, dtype of ``q``. ``heads_q`` is a multiple of
             ``heads_k``: query head h reads KV head ``h // (heads_q // heads_k)``.
         v: values, ``[tokens, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is from 1 to
             256.
-        cu_seqlens: where segments begin, int32 ``[segments + 1]``, contiguous; int64 is converted.
-            A segment may be empty. On a GPU its values are the caller's duty: :func:`validate_tree`
-            checks them.
-        parents: the segment above each, smaller than its own index, or -1 for a root: a list of
-            ints, or int32 ``[segments]`` on the device of ``q``, whose values are the caller's
-            duty there. A list is copied to the device, and no CUDA graph captures that.
-        max_seqlen: the longest segment; an upper bound is as good.
+        cu_seqlens: first token of each segment, and the end of the last, int32 ``[segments + 1]``,
+            contiguous; int64 is converted. A segment may be empty. On a GPU the values are not
+            checked; :func:`validate_tree` checks them.
+        parents: the index of each segment's parent, smaller than its own index, or -1 for a root: a
+            list of ints, or int32 ``[segments]`` on the device of ``q``, whose values are not
+            checked on a GPU. A list is copied to the device, which a CUDA graph cannot capture.
+        max_seqlen: the longest segment, or an upper bound.
         softmax_scale: factor of the scores, any number that is finite in fp32.
             Default: ``head_dim ** -0.5``.
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
-        sinks: one more logit per head in the denominator, not scaled, without a value:
+        sinks: one more logit per head in the softmax denominator, not scaled and without a value:
             ``[heads_q]``, fp16, bf16 or fp32. Has a gradient. Default: None.
         deterministic: make gradients repeat bit for bit. Default: False.
         return_lse: return ``(out, lse)``. Default: False.
@@ -95,20 +95,20 @@ def validate_tree(
 ) -> None:
     """Check the values of offsets and parents, which :func:`flash_attn_tree_func` trusts on a GPU.
 
-    For debugging and for tests: it copies both to the host, so it waits for the device, and a CUDA
-    graph cannot capture it.
+    Use it for debugging and in tests: it copies both to the host, so it waits for the device, and a
+    CUDA graph cannot capture it.
 
     Args:
-        q: queries, ``[tokens, heads_q, head_dim]``, of which only the shape is read.
-        cu_seqlens: where segments begin, int32 ``[segments + 1]``: must not decrease, nor leave 0
-            to ``tokens``.
-        parents: the segment above each, smaller than its own index, or -1 for a root.
-        max_seqlen: what no segment may exceed.
+        q: queries, ``[tokens, heads_q, head_dim]``; only the shape is read.
+        cu_seqlens: first token of each segment, and the end of the last, int32 ``[segments + 1]``:
+            must not decrease, and must be from 0 to ``tokens``.
+        parents: the index of each segment's parent, smaller than its own index, or -1 for a root.
+        max_seqlen: no segment may be longer.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
-            argument, the index of the entry, what was expected and what came.
+        ValueError: on a shape, a device or a range, and on the first wrong value: the message gives
+            the argument, the index of the entry, what was expected and what was given.
     """
     check_tensor("q", q)
     if q.ndim != 3:

@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Check the tensors of values."""
+    """Check q, k, v and the sinks."""
     check_tensor("q", q)
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
@@ -43,7 +43,7 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
 
 
 def check_tree_reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Check the tensors of values of the reference: any float dtypes, any head dimension."""
+    """Check q, k, v and the sinks of the reference: any float dtypes, any head dimension."""
     checks.check_reference(q, k, v, 3, sinks=sinks)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have as many tokens as q, {q.shape[0]}, got {k.shape[0]}")
@@ -52,7 +52,7 @@ def check_tree_reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) 
 
 
 def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: int) -> None:
-    """Check what makes the tree, but for values that a tensor holds."""
+    """Check the arguments that describe the tree, except values in tensors."""
     check_offsets("cu_seqlens", cu_seqlens, q)
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [segments + 1], got {list(cu_seqlens.shape)}")
@@ -64,7 +64,7 @@ def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: int) -> 
         raise TypeError(
             f"parents must be a list of ints or a torch.int32 tensor, got {kind(parents)}"
         )
-    # not the length of a tensor, which traces would take for a constant
+    # no len() of a tensor: a trace would take it for a constant
     count = parents.shape[0] if isinstance(parents, Tensor) else len(parents)
     if count != segments:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_tree_values(
 
 
 def check_parent_values(parents: Sequence[int]) -> None:
-    """Check that every parent stands ahead of its child."""
+    """Check that every parent comes before its child."""
     for i, parent in enumerate(parents):
         if not -1 <= parent < i:
             allowed = f"-1 or a segment ahead of it, from 0 to {i - 1}"

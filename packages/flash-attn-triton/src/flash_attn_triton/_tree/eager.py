@@ -1,4 +1,4 @@
-"""What CPU tensors run for a tree: every path written out, and its derivative."""
+"""The CPU implementation of attention over a tree: every path is written out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tree_forward(
     softmax_scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exp in fp32."""
+    """Return the output, and the LSE in fp32."""
     index, offsets, path_offsets = _paths(starts, parents)
     none = (None,) * 5
     return attention_forward(
@@ -55,10 +55,7 @@ def tree_backward(
     softmax_scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and sinks, each in the dtype of its tensor.
-
-    Absent sinks have one without elements.
-    """
+    """Return the gradients of q, k, v and sinks in their dtypes; empty if there are no sinks."""
     index, offsets, path_offsets = _paths(starts, parents)
     dq, dk_paths, dv_paths, _, dsinks = attention_backward(
         dout,
@@ -88,7 +85,7 @@ def tree_backward(
 
 
 def _paths(starts: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of all paths, and where segments and paths begin."""
+    """Return the tokens of all paths, and the offsets of segments and of paths."""
     tokens, path_starts = write_out_paths(starts, parents)
     index = torch.tensor(tokens, dtype=torch.int64)
     return index, torch.tensor(starts), torch.tensor(path_starts)

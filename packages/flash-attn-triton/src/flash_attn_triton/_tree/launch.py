@@ -1,4 +1,4 @@
-"""How attention over a tree is launched: what the operators call."""
+"""The launchers of attention over a tree, and the functions that the operators call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .portable.structures import (
 
 
 class TreeForward:
-    """The forward pass over trees of one form, by the kernel that serves every GPU."""
+    """The forward launcher of a signature, by the kernel for every GPU."""
 
     def __init__(self, form: Form) -> None:
         options = form.options
@@ -49,7 +49,7 @@ class TreeForward:
         self._launch = form.launch(tree_forward_kernel, self._tile, constants)
 
     def __call__(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        """Return ``(out, lse)``; the tensors have passed ``readable``."""
         form = self._form
         out = x.q.new_empty((*x.q.shape[:-1], form.head_dim_v))
         lse = x.q.new_empty((form.heads_q, x.q.shape[0]), dtype=torch.float32)
@@ -62,7 +62,7 @@ class TreeForward:
 
 
 class TreeGradients:
-    """Gradients over trees of one form, by the kernels that serve every GPU."""
+    """The backward launcher of a signature, by the kernels for every GPU."""
 
     def __init__(self, form: Form) -> None:
         shape_class = form.platform, form.widest_head, form.itemsize
@@ -92,7 +92,7 @@ class TreeGradients:
 
 
 class TreePlan:
-    """How calls over trees of one form are launched; they have at least one segment and token."""
+    """The launchers of a signature; calls have at least one segment and one token."""
 
     def __init__(self, form: Form, x: Tensors) -> None:
         self.form = form
@@ -111,7 +111,7 @@ class TreePlan:
             self._hopper_gradients = HopperTreeBackward(form, x)
 
     def forward(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        """Return ``(out, lse)``; the tensors have passed ``readable``."""
         if self._hopper_forward is not None and self._hopper_forward.takes(x.q.shape[0]):
             return self._hopper_forward(x, parents)
         return self._forward(x, parents)
@@ -128,10 +128,10 @@ class TreePlan:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and the sinks."""
         grads = tuple(empty_like(t) for t in x[:3])
-        # as wide as the values that the kernels read
+        # as wide as the values, which ``readable`` may have widened
         dout, out = (aligned(widened(t, self.form.head_dim_v)) for t in (dout, out.contiguous()))
         lse = lse.contiguous()
-        # the kernel for Hopper adds to dq in no fixed order
+        # the Hopper kernel adds to dq in no fixed order
         hopper = None if deterministic else self._hopper_gradients
         sums = None if hopper is None else hopper.new_sums(x.q)
         delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
@@ -144,18 +144,18 @@ class TreePlan:
         return *grads, dsinks
 
 
-# by form
+# by signature
 _plans: Memory[TreePlan] = Memory()
 
 
 def _plan_of(x: Tensors, softmax_scale: float, softcap: float) -> TreePlan:
-    """Return the plan of all calls of a form, from tensors as ``readable`` leaves them."""
+    """Return the launchers of all calls with a signature; the tensors have passed ``readable``."""
     shapes = (t.shape[1:] for t in x[:3])
     key = (
         detect(x.q.device),
         x.q.device,
         x.q.dtype,
-        # of one token, the stride means nothing
+        # with one token, its stride means nothing
         min(x.q.shape[0], 2),
         *shapes,
         *layout_of(x),
@@ -225,7 +225,7 @@ def launch_tree_backward(
 
 
 def _numbers(form: Form, x: Tensors, block: int) -> TreeNumbers:
-    """Return the numbers of a launch whose programs own so many tokens each."""
+    """Return the numbers of a launch whose programs own ``block`` tokens each."""
     tokens = x.q.shape[0]
     return TreeNumbers(
         *form.scalars[:2],

@@ -1,7 +1,7 @@
 """The operators of attention over a tree: schemas, fakes, CPU kernels and derivatives.
 
-As in ``_dense/ops.py``: importing this module imports neither triton nor the kernels. On the CPU
-the values of the tree are checked, too.
+Like ``_dense/ops.py``, this module imports neither triton nor the kernels. On the CPU the values
+of the tree are also checked.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _backward_eager(
 def _values(
     q: Tensor, cu_seqlens: Tensor, parents: Tensor, max_seqlen: int
 ) -> tuple[list[int], list[int]]:
-    """Return a tree on the CPU as lists, checked; one on a GPU is not read."""
+    """Check a tree on the CPU and return it as lists; a tree on a GPU is not read."""
     if q.device.type != "cpu":
         return [], []
     tree = cu_seqlens.tolist(), parents.tolist()
@@ -129,7 +129,7 @@ backward = register(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Put away what the derivative of the forward operator needs."""
+    """Save what the derivative of the forward operator needs."""
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.options = inputs[6:]
     ctx.set_materialize_grads(False)
@@ -163,7 +163,7 @@ def attention(
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(out, lse)``, differentiable where a gradient is asked for."""
+    """Compute ``(out, lse)``, differentiable if a gradient is asked for."""
     refuse_tangents((q, k, v, sinks))
     return _call_forward(  # type: ignore[no-any-return]
         q,

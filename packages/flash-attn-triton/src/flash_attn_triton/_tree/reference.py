@@ -1,4 +1,4 @@
-"""Attention over a tree of segments by its definition: every path is written out."""
+"""The reference of attention over a tree of segments: every path is written out."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def tree_attention_reference(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what :func:`flash_attn_tree_func` computes, from the definition.
+    """Compute what :func:`flash_attn_tree_func` computes, in plain PyTorch.
 
-    The keys and values of each path from a root to a segment are copied into one sequence, and the
-    queries of the segment attend to it causally: they are its last tokens. Autograd adds up what
-    the paths contribute to the gradients. The tree is read on the host.
+    The keys and values of each path from a root to a segment are copied into one sequence. The
+    segment's queries are its last tokens, and attend to it causally. Autograd sums the gradients of
+    the paths. The tree is read on the host.
 
     Args:
         q: queries, ``[tokens, heads_q, head_dim]``; any float dtype, float64 included.
         k: keys, ``[tokens, heads_k, head_dim]``.
         v: values, ``[tokens, heads_k, head_dim_v]``.
-        cu_seqlens: this and all others as in :func:`flash_attn_tree_func`.
+        cu_seqlens: as in :func:`flash_attn_tree_func`; so are all further arguments.
 
     Returns:
         ``out`` or ``(out, lse)`` as :func:`flash_attn_tree_func` does; the log-sum-exp is float64
         for float64 inputs, else float32.
 
     Raises:
-        TypeError: on an argument's type, or a dtype that is no float.
-        ValueError: on a shape or a range, and on offsets or parents that make no tree.
+        TypeError: on an argument's type, or a dtype that is not a float.
+        ValueError: on a shape or a range, and on offsets or parents that are not a tree.
     """
     check_tree_reference(q, k, v, sinks)
     check_tree(q, cu_seqlens, parents, max_seqlen)
@@ -52,7 +52,7 @@ def tree_attention_reference(
     tree = parents.tolist() if isinstance(parents, Tensor) else list(parents)
     check_tree_values(starts, tree, q.shape[0], max_seqlen)
     tokens, path_starts = write_out_paths(starts, tree)
-    # paths share keys: their gradients are added before they are rounded
+    # paths share keys: add their gradients before rounding
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     index = torch.tensor(tokens, dtype=torch.int64, device=q.device)
     return varlen_attention_reference(
@@ -74,7 +74,7 @@ def tree_attention_reference(
 
 
 def write_out_paths(starts: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """Return the tokens of each segment's path, root first, one after the other, and offsets."""
+    """Return the tokens of each segment's path, root first, joined, and the paths' offsets."""
     tokens: list[int] = []
     path_starts = [0]
     for segment in range(len(parents)):

@@ -19,23 +19,23 @@ from ..portable.form import Form
 from .backward.sum_bias import sum_bias_kernel
 from .parameters import BiasSumConstants, BiasSumNumbers, BiasSumTensors
 
-# rows of a map: more than a GPU holds, and no more than int32 counts
+# rows of a map: more than a GPU holds, and still an int32
 MOST_ROWS = 0x7FFF0000
-# bytes that gradients of scores may take, on the way to that of a bias
+# most bytes of stored gradients of scores
 MOST_DS_BYTES = 1 << 32
-# queries, and keys, of a program that sums
+# queries, and keys, per program that sums
 BLOCK = 64
-# gradients of scores that are added up in the dtype of q: each addition rounds
+# most gradients of scores that are added up in the dtype of q: each addition rounds
 MOST_TOGETHER = 4
-# how much longer such launches may keep a GPU than one launch, for all of which it has programs
+# a backward may be divided into launches that take at most so many times the rounds of one launch
 MOST_ROUNDS = 1.05
 
 
 class BiasForm(MapForm):
-    """How biases of one form are mapped, in boxes of ``rows`` queries and ``columns`` keys.
+    """The tensor map of a bias, in boxes of ``rows`` queries and ``columns`` keys.
 
-    ``[batch, heads, queries, keys]`` without the dimensions over which a bias is broadcast. What
-    TMA cannot read is copied: rows that are no multiple of 16 bytes, keys that are no neighbours.
+    The map is ``[batch, heads, queries, keys]``, with size 1 where the bias is broadcast. A bias
+    that TMA cannot read is copied: its rows are no multiple of 16 bytes, or its keys not adjacent.
     """
 
     def __init__(self, bias: Tensor, rows: int, columns: int) -> None:
@@ -53,7 +53,7 @@ class BiasForm(MapForm):
 
 
 def dimensions_of(bias: BiasForm | None) -> dict[str, bool]:
-    """Return the constants that say over which dimensions a bias is not broadcast."""
+    """Return the constants ``BIAS_*``: the dimensions over which a bias is not broadcast."""
     return {
         "BIAS_BATCH": bias is not None and bias.has_batch,
         "BIAS_HEADS": bias is not None and bias.has_heads,
@@ -62,7 +62,7 @@ def dimensions_of(bias: BiasForm | None) -> dict[str, bool]:
 
 
 def once(bias: Tensor) -> Tensor:
-    """Return a bias with one element of each dimension that is broadcast, by size or by stride."""
+    """Return a bias with size 1 in each dimension that is broadcast, by size or by stride."""
     for axis, stride in enumerate(bias.stride()):
         if stride == 0:
             bias = bias.narrow(axis, 0, 1)
@@ -70,21 +70,21 @@ def once(bias: Tensor) -> Tensor:
 
 
 def _mappable(bias: Tensor) -> Tensor:
-    """Return a bias with whole rows, in the order in which ``MapForm`` takes dimensions."""
+    """Return a bias with whole rows, in the order of dimensions of ``MapForm``."""
     return whole_rows(bias).transpose(1, 2)
 
 
 class Together(NamedTuple):
-    """How many neighbouring sequences, or key heads, that share a bias are taken together."""
+    """The number of neighbouring sequences, or key heads, that share a bias and run together."""
 
     sequences: int = 1
     heads: int = 1
 
 
 def side_by_side(form: Form, bias: BiasForm | None) -> Together:
-    """Return whose programs run side by side: of up to ``MOST_TOGETHER``, as many as come out even.
+    """Return how many sequences or heads run side by side: the largest divisor to MOST_TOGETHER.
 
-    Then a tile of the bias is read from memory once, and is still in the L2 cache as gradients of
+    Then a tile of the bias is read from memory once, and is still in the L2 cache when gradients of
     scores are added up.
     """
     if bias is None or not bias.has_rows or form.is_packed:
@@ -99,16 +99,16 @@ def _even_part(count: int) -> int:
 
 
 class BiasSum:
-    """The gradient of a bias, from the gradients of scores that a backward keeps.
+    """The gradient of a bias, from the gradients of scores that a backward stores.
 
-    Up to ``MOST_TOGETHER`` sequences or heads that share a bias add theirs up by TMA, in the dtype
-    of q: programs that run side by side, so that the sums are in the L2 cache. One stores, and the
-    others add, in whatever order they come; see ``shared_bias``. Where more share the bias,
-    ``sum_bias_kernel`` adds up the sums.
+    Up to ``MOST_TOGETHER`` sequences or heads that share a bias add up their gradients by TMA, in
+    the dtype of q. Their programs run side by side, so the sums are in the L2 cache. One program
+    stores and the rest add, in the order of their arrival; see ``shared_bias``. If more sequences
+    or heads share the bias, ``sum_bias_kernel`` adds up the sums.
 
-    If additions are ordered, the backward is a launch for each of them. The first stores its
-    gradients, the others add theirs. Launches that left something to be summed were slower: there
-    all gradients are stored, and summed by the kernel.
+    With ordered additions, each such sequence or head has its own launch of the backward: the first
+    launch stores its gradients, later launches add theirs. If the launches did not add up
+    everything they were slower, so all gradients are then stored and summed by the kernel.
     """
 
     def __init__(
@@ -119,38 +119,43 @@ class BiasSum:
         processors: int,
         together: Together | None = None,
     ) -> None:
-        """Take a call, its tile, and how many multiprocessors the GPU has.
+        """Prepare the launches of a call.
 
-        ``together``, of ``side_by_side``, is None if additions are ordered.
+        Args:
+            form: The signature, as numbers and constants.
+            x: Tensors of a call with it.
+            tile: The tile of the backward.
+            processors: Multiprocessors of the GPU.
+            together: The result of ``side_by_side``; None with ordered additions.
         """
         self._form = form
         self._tokens = tokens_q, tokens_k = x.q.shape[1], x.k.shape[1]
         planes = x.bias.shape[0], x.bias.shape[1]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
-        # launches, of each of which some sequences or heads are
+        # into how many launches sequences or heads are divided
         self.parts = Together()
         if together is None:
             together = self.parts = self._divide(planes, programs, processors)
         self.together = together
         is_shared = max(together) > max(self.parts)
         self._planes = form.batch // together.sequences, form.heads_q // together.heads
-        # whole rows, which TMA writes
+        # whole rows, as TMA writes them
         columns = round_up(tokens_k, ACCESS_BYTES // x.q.element_size())
         self._shape = *self._planes, tokens_q, columns
         self._is_direct = self._shape == x.bias.shape and form.options.dropout_p == 0.0
-        # tiles that nobody sees are not summed, but here they are part of the result
+        # the backward skips fully masked tiles, but here they are part of the result
         clears = self._is_direct and form.constants.HAS_RIGHT
         self.constants = {"SHARES_DS": is_shared, "CLEARS_DS": is_shared and clears}
-        # how many first rows are set to zero here: all, or those ahead of whole tiles of queries
-        # that see no key, which ``clear_hidden`` leaves out
+        # how many first rows are cleared here: all, or the rows before the first whole tile of
+        # queries that see no key, which ``clear_hidden`` skips
         blind = max(tokens_q - tokens_k - form.scalars.window_right, 0)
         rows = blind % tile.block_m if is_shared else tokens_q
         self._rows_set_to_zero = rows if clears else 0
-        # two for each block of keys of those that share a bias
+        # two for each block of keys of a shared bias
         self.counters = 2 * programs // max(together) if is_shared else 0
         self.fits = self._is_direct or math.prod(self._shape) * x.q.element_size() <= MOST_DS_BYTES
         ds = torch.empty(self._shape, dtype=x.q.dtype, device="meta")
-        # queries first; in boxes of those of a step and 64 keys
+        # queries first; boxes of a step's queries and 64 keys
         self.map_of = MapForm(ds.transpose(1, 2), tile.block_m, ROWS.value, ragged=False)
         constants = BiasSumConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
@@ -163,9 +168,10 @@ class BiasSum:
         self._launch = Launch(sum_bias_kernel, {**constants._asdict(), "num_warps": 4})
 
     def _divide(self, planes: tuple[int, int], programs: int, processors: int) -> Together:
-        """Return how the backward is divided: into few launches whose sum is dbias, or not at all.
+        """Divide the backward into few launches whose sum is dbias, or not at all.
 
-        They must leave the GPU no emptier than one does. ``planes``: batch and heads of the bias.
+        Divided launches may take at most ``MOST_ROUNDS`` times the rounds of one launch.
+        ``planes``: batch and heads of the bias.
         """
         form = self._form
         for parts in (Together(sequences=form.batch), Together(heads=form.heads_k)):
@@ -178,14 +184,14 @@ class BiasSum:
         return Together()
 
     def new_gradients(self, dbias: Tensor) -> Tensor:
-        """Return the memory for gradients of scores, perhaps that of ``dbias``."""
+        """Return the memory for gradients of scores: ``dbias``, if they are the result."""
         ds = dbias if self._is_direct else dbias.new_empty(self._shape)
         if self._rows_set_to_zero:
             ds[:, :, : self._rows_set_to_zero].zero_()
         return ds
 
     def __call__(self, ds: Tensor, dbias: Tensor) -> None:
-        """Fill ``dbias`` with sums of ``ds``, if it is not filled."""
+        """Fill ``dbias`` with sums of ``ds``, unless ``ds`` is ``dbias``."""
         if self._is_direct:
             return
         tiles_q, tiles_k = (cdiv(n, BLOCK) for n in self._tokens)

@@ -1,10 +1,10 @@
-"""Dropout on a warpgroup's accumulators; ``_reference/philox.py`` says what an element draws.
+"""Dropout on a warpgroup's accumulators; ``_reference/philox.py`` defines each element's draw.
 
-Four elements share a draw: two rows eight apart and two columns eight apart. In an accumulator of
-wgmma they are one thread's, whether its rows are queries or keys, so that nothing is drawn twice.
+Four elements share a draw: two rows eight apart and two columns eight apart. In a wgmma accumulator
+one thread holds all four, whether rows are queries or keys, so nothing is drawn twice.
 
-The forward sets what is dropped to 0. The backward needs both: what is kept for dv, and all of the
-probabilities for the gradients of the scores. There a negative sign says "dropped".
+The forward sets dropped probabilities to 0. The backward needs the kept probabilities for dv, and
+all probabilities for the gradients of the scores. It marks dropped ones by a negative sign.
 """
 
 from ..._linked.hopper.compat import gl, gluon
@@ -20,14 +20,14 @@ ROUNDS = gl.constexpr(7)
 
 @gluon.jit
 def _multiply(word, MULTIPLIER: gl.constexpr):
-    """Return the high and the low 32 bits of the product of unsigned numbers: one instruction."""
+    """Return the high and the low 32 bits of an unsigned product, in one instruction."""
     product = (word.to(gl.int64) & 0xFFFFFFFF) * MULTIPLIER
     return (product >> 32).to(gl.int32), product.to(gl.int32)
 
 
 @gluon.jit
 def _next(key, STEP: gl.constexpr):
-    """Return the key of the next round. It is meant to wrap: TRITON_DEBUG=1 checks all others."""
+    """Return the key of the next round; it wraps on purpose: TRITON_DEBUG=1 must not check it."""
     return gl.add(key, STEP, sanitize_overflow=False)
 
 
@@ -69,7 +69,7 @@ def _together(upper_left, upper_right, lower_left, lower_right, layout: gl.const
 
 @gluon.jit
 def _place(index):
-    """Return which group a row or a column belongs to."""
+    """Return the group that a row or a column belongs to."""
     return index >> 4 << 3 | index & 7
 
 
@@ -95,7 +95,7 @@ def drop(p, rows, cols, key, threshold):
     c1, _, _, _ = _in_fours((_place(cols) ^ key.col)[None, :] + zeros)
     c0, c1 = _draw(c0, c1, key.word)
     upper_left, upper_right, lower_left, lower_right = _in_fours(p)
-    # a draw is the upper half of a word: the lower half below it changes no comparison
+    # a draw is the upper half of a word; the lower half changes no comparison
     threshold = threshold << 16
     upper_left = drop_below(upper_left, c0 << 16, threshold)
     upper_right = drop_below(upper_right, c0, threshold)
@@ -108,10 +108,10 @@ def drop(p, rows, cols, key, threshold):
 def negate_dropped(
     p, cols, rows, key, threshold, APART_COLS: gl.constexpr, APART_ROWS: gl.constexpr
 ):
-    """Return ``p``, not below 0 and transposed ([cols, rows]), as ``-p`` where dropout drops.
+    """Return ``p`` (``>= 0``, transposed: [cols, rows]), negated where dropout drops.
 
     ``rows`` are queries and ``cols`` keys, counted within the sequence. They begin at multiples of
-    16; if not, they are ``APART``, and draw up to four times as often.
+    16, unless they are ``APART``: then a thread draws up to four times as often.
     """
     S: gl.constexpr = p.type.layout
     zeros = gl.zeros(p.shape, gl.int32, S)
@@ -128,7 +128,7 @@ def negate_dropped(
         below = over
         if APART_COLS:
             below = _draws_of_rows(left, right, is_low, lower, key.word, APART_ROWS)
-        # a draw is the upper half of a word: the lower half below it changes no comparison
+        # a draw is the upper half of a word; the lower half changes no comparison
         parts = (
             _negate_below(parts[0], over[0] << shift, threshold),
             _negate_below(parts[1], over[1] << shift, threshold),
@@ -142,10 +142,10 @@ def negate_dropped(
 
 @gluon.jit
 def _draws_of_rows(left, right, is_low, col, word, APART: gl.constexpr):
-    """Return the words of two rows eight apart, of columns that have the counter ``col``.
+    """Return the words of two rows eight apart, for columns with the counter ``col``.
 
-    ``left`` and ``right`` are their counters, and ``is_low`` says whether the left one is the first
-    of its group, as it is if rows begin at multiples of 16 (not ``APART``).
+    ``left`` and ``right`` are the rows' counters. ``is_low``: the left row is the first of its
+    group, which is always so if rows begin at multiples of 16 (not ``APART``).
     """
     low, high = _draw(left, col, word)
     if APART:
@@ -180,7 +180,7 @@ def _negate_below(p, draw, threshold):
 
 @gluon.constexpr_function
 def _text_of_four(rounds, multiplier, step):
-    """Return PTX: ``_draw``, and ``_negate_below`` of the four numbers that share the draw."""
+    """Return PTX for ``_draw`` and for ``_negate_below`` of the four numbers that share a draw."""
     lines = [
         ".reg .b32 low, high, product, key, draw;",
         ".reg .b64 wide;",
@@ -197,7 +197,7 @@ def _text_of_four(rounds, multiplier, step):
             f"add.s32 key, key, {step};",
         ]
     for number, draw in enumerate(("low", "high") * 2):
-        # the first two take the lower half of a word; what is below the upper one changes nothing
+        # the first two draws are the lower halves of the words; below an upper half bits are idle
         shifted = f"shl.b32 draw, {draw}, 16;" if number < 2 else f"mov.b32 draw, {draw};"
         lines += [
             shifted,
@@ -210,7 +210,7 @@ def _text_of_four(rounds, multiplier, step):
 
 @gluon.jit
 def _negate_four(parts, c0, c1, word, threshold):
-    """Do so with all of a draw at once, which takes fewer registers than all draws ahead of it."""
+    """Draw for four numbers and negate the dropped ones, in fewer registers than draws up front."""
     TEXT: gl.constexpr = _text_of_four(ROUNDS, MULTIPLIER_2, KEY_STEPS[0])
     return gl.inline_asm_elementwise(
         TEXT,
@@ -224,10 +224,7 @@ def _negate_four(parts, c0, c1, word, threshold):
 
 @gluon.jit
 def round_kept(p, dtype: gl.constexpr):
-    """Round the probabilities of ``negate_dropped``, with 0 where dropout drops.
-
-    The conversion of a pair makes 0 of what is negative.
-    """
+    """Round the probabilities of ``negate_dropped``; the conversion turns negative ones into 0."""
     if dtype == gl.bfloat16:
         text: gl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
         kept = gl.inline_asm_elementwise(

@@ -1,9 +1,8 @@
-"""Tiles in panels: what a head dimension between two powers of two is cut into.
+"""Tiles in panels: a head dimension between two powers of two is cut into a wide and a narrow one.
 
-A panel is a tile of its own, with a swizzle and a tensor map of its own. Buffers, maps, tiles and
+Each panel is a separate tile, with its own swizzle and tensor map. Buffers, maps, tiles and
 accumulators come as tuples ``(wide,)`` or ``(wide, narrow)``. Scores are one sum over the panels of
-queries and keys. The output has an accumulator for each panel of the values, a gradient one for
-each of its own.
+queries and keys. The output and each gradient have one accumulator per panel.
 """
 
 from ..._linked.hopper.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
@@ -13,7 +12,7 @@ from ..._linked.hopper.ptx import shrink
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """Return the layout of a warpgroup's wgmma accumulator with so many columns."""
+    """Return the layout of a warpgroup's wgmma accumulator with ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -40,21 +39,21 @@ def tile_of(buffers, number, ROWS: gl.constexpr):
 
 @gluon.jit
 def copy_tile(descs, where, full, buffers, number):
-    """Copy a tile into its panels by TMA; all of them arrive at one mbarrier."""
+    """Copy a tile into its panels by TMA; all panels arrive at one mbarrier."""
     expect_tiles(descs, full, 1)
     copy_panels(descs, where, full, buffers, number)
 
 
 @gluon.jit
 def expect_tiles(descs, full, COUNT: gl.constexpr):
-    """Have an mbarrier wait for ``COUNT`` tiles, all panels of each."""
+    """Make an mbarrier expect ``COUNT`` tiles, all panels of each."""
     MORE: gl.constexpr = descs[1].block_type.nbytes if len(descs) > 1 else 0
     mbarrier.expect(full, COUNT * (descs[0].block_type.nbytes + MORE))
 
 
 @gluon.jit
 def copy_panels(descs, where, full, buffers, number):
-    """Copy a tile into its panels, which the mbarrier expects already."""
+    """Copy a tile into its panels; the mbarrier already expects them."""
     copy_in(descs[0], where, full, buffers[0].index(number))
     if len(descs) > 1:
         copy_in(descs[1], _behind(descs, where), full, buffers[1].index(number))
@@ -71,7 +70,7 @@ def store_tile(o, buffers, number, ROWS: gl.constexpr):
 
 @gluon.jit
 def add_tile(o, factor, buffers, number, ROWS: gl.constexpr):
-    """Add the rows of a tile, times ``factor`` each, to the panels ``o``, ``[ROWS, width]``."""
+    """Add a tile, its rows multiplied by ``factor``, to the panels ``o``, ``[ROWS, width]``."""
     sums = (_add_panel(o[0], factor, buffers[0].index(number), ROWS),)
     for i in gl.static_range(1, len(o)):
         sums += (_add_panel(o[i], factor, buffers[i].index(number), ROWS),)
@@ -95,7 +94,7 @@ def copy_tile_out(descs, where, buffers, number):
 
 @gluon.jit
 def _behind(descs, where):
-    """Return where the narrow panel of a tile begins: behind the wide one's columns."""
+    """Return the coordinates of a tile's narrow panel: after the columns of the wide panel."""
     COLUMN: gl.constexpr = descs[0].block_type.shape[4]
     return (where[0], where[1], where[2], where[3], COLUMN)
 
@@ -123,7 +122,7 @@ def multiply_values(p, v, o):
     """Issue the product of probabilities and values for each panel, ``[ROWS, width]``."""
     sums = (hopper.warpgroup_mma(p, v[0], o[0], is_async=True),)
     for i in gl.static_range(1, len(o)):
-        # the same registers, by another name
+        # the same registers in another layout
         P: gl.constexpr = gl.DotOperandLayout(0, o[i].type.layout, 2)
         same = gl.convert_layout(p, P, assert_trivial=True)
         sums += (hopper.warpgroup_mma(same, v[i], o[i], is_async=True),)
@@ -132,7 +131,7 @@ def multiply_values(p, v, o):
 
 @gluon.jit
 def wait_for_values(o):
-    """Wait for all products, among them those of ``multiply_values``."""
+    """Wait for all products, including those of ``multiply_values``."""
     return wait_for(o, 0)
 
 
@@ -145,7 +144,7 @@ def wait_for(sums, LEFT: gl.constexpr):
 
 @gluon.jit
 def wait_for_all(sums, other):
-    """Wait for all products: those of a tuple of panels, and another one; return both."""
+    """Wait for all products: of a tuple of panels, and of ``other``; return both."""
     found = hopper.warpgroup_mma_wait(0, deps=sums + (other,))
     return found[: len(sums)], found[len(sums)]
 
@@ -175,7 +174,7 @@ def _rescale_panel(o, alpha, LAG: gl.constexpr):
 
 @gluon.jit
 def finish(o, weight, empty):
-    """Multiply the rows of each panel by ``weight``, and set those that are ``empty`` to 0."""
+    """Multiply the rows of each panel by ``weight``, and set ``empty`` rows to 0."""
     return [_finish_panel(panel, weight, empty) for panel in o]
 
 
@@ -183,7 +182,7 @@ def finish(o, weight, empty):
 def _finish_panel(o, weight, empty):
     O: gl.constexpr = o.type.layout
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]  # [ROWS, width]
-    # rows without a key: values that no row sees may be NaN
+    # fully masked rows: values that no row sees may be NaN
     return gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
 
 
@@ -235,7 +234,7 @@ def _scale_panel(panel, factor):
 
 @gluon.jit
 def write_panels(gradient, descs, where, buffers, number):
-    """Start the TMA stores of a warpgroup's rows of a gradient, out of ``buffers``."""
+    """Start the TMA stores of a warpgroup's rows of a gradient, through ``buffers``."""
     WIDE: gl.constexpr = gradient[0].shape[1]
     write(gradient[0], descs[0], buffers[0].index(number), where, WIDE)
     if len(descs) > 1:
@@ -259,7 +258,7 @@ def stage_panels(rows, buffers, number):
 
 @gluon.jit
 def add_panels(descs, row, buffers, number):
-    """Start the TMA additions of what was stored: the narrow panel's rows follow the wide one's."""
+    """Start the TMA additions of the buffers; the narrow panel's rows follow the wide panel's."""
     add_out(descs[0], [row, 0], buffers[0].index(number))
     if len(descs) > 1:
         add_out(descs[1], [row + buffers[0].shape[1], 0], buffers[1].index(number))

@@ -1,7 +1,7 @@
-"""Parameters of the kernels for Hopper, as their launches pass them, in order.
+"""Parameters of the Hopper kernels, in the order in which their launches pass them.
 
-Each kernel takes its tensors, then its numbers, then its constants. Those of the forward are
-``Options`` and ``Tile`` of ``forward/structures.py``, and all of the backward's stand in
+Each kernel takes its tensors, then its numbers, then its constants. The constants of the forward
+are ``Options`` and ``Tile`` of ``forward/structures.py``. All parameters of the backward stand in
 ``backward/structures.py``.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 class ForwardTensors(NamedTuple):
     """Maps and tensors of ``forward_kernel``.
 
-    Maps from ``q_narrow_desc`` on, and tensors from ``alibi_slopes_ptr`` on, are optional.
+    Optional are the maps from ``q_narrow_desc`` on and the tensors from ``alibi_slopes_ptr`` on.
     """
 
     q_desc: Any
@@ -49,17 +49,17 @@ class ForwardNumbers(NamedTuple):
     heads_q: int
     tokens_q: int
     tokens_k: int
-    tiles: int  # per head; packed, slots
+    tiles: int  # per head; packed: slots
     span: int  # heads that are walked together
-    last: int  # those of the last such group
+    last: int  # heads of the last span
     total: int  # tiles of all heads
     stride_alibi_b: int
-    stride_lse_b: int  # these two are read with ``MERGES`` alone
-    stride_lse_h: int
+    stride_lse_b: int  # read only with ``MERGES``
+    stride_lse_h: int  # read only with ``MERGES``
 
 
 class ValuesTensors(NamedTuple):
-    """The tensors of ``transpose_values``; those from ``q_descale_ptr`` on are optional."""
+    """The tensors of ``transpose_values``; optional from ``q_descale_ptr`` on."""
 
     v_ptr: Any
     out_ptr: Any
@@ -154,6 +154,6 @@ class BiasSumConstants(NamedTuple):
     HAS_RIGHT: bool
     BIAS_BATCH: bool
     BIAS_HEADS: bool
-    ACCESS: int  # numbers of an access
+    ACCESS: int  # elements per memory access
     BLOCK_M: int
     BLOCK_N: int

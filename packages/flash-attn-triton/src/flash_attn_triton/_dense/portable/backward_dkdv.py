@@ -1,8 +1,8 @@
 """Gradients of keys and values: one program owns a block of keys and walks the queries that see it.
 
-It serves every query head of its key head in turn, so that no two programs write one address: no
-atomics, and the result repeats bit for bit. Scores are transposed ([keys, queries]): the products
-that follow then take the accumulator as it lies, without a transposition in registers.
+The program walks all query heads of its key head, so no two programs write the same address: there
+are no atomics, and the result repeats bit for bit. Scores are transposed ([keys, queries]), so that
+the next products use the accumulator without a transposition in registers.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def dkdv_walk(
     TILE: tl.constexpr,
     SETTLE: tl.constexpr,
 ):
-    """Add what the group's queries contribute to dk and dv: masked tiles, or whole ones.
+    """Add the part of the group's queries to dk and dv: over masked tiles, or over whole ones.
 
-    One loop serves all heads of the group: a second one around it would cost registers, and the
-    pipeline would drain between heads.
+    One loop runs over all heads of the group: a second loop around it would cost registers, and
+    the pipeline would drain between heads.
     """
     cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
     cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
-    # what arrives at rows that see no key counts for nothing, NaN neither
+    # the incoming gradient of fully masked rows is ignored, even if it is NaN
     first_live = 0
     if OPTIONS.HAS_RIGHT:
         first_live = tl.maximum(-scores.diagonal - scores.window_right, 0)
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, TILE.BLOCK_M, MASKED)
-    # from a division by 0 the compiler concludes that there are steps, and loads unasked
+    # max(steps, 1): LLVM takes division by `steps` as proof that steps > 0 and hoists the loads
     steps_of_head = tl.maximum(steps, 1)
     for step in tl.range(0, steps * OPTIONS.GROUP):
         head = queries.head_k
@@ -88,7 +88,7 @@ def dkdv_walk(
             MASKED,
         )  # [BLOCK_M, BLOCK_DV]
         dp = dot(v, tl.trans(dout), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_M]
-        # [BLOCK_M]; behind the products: loaded ahead, these hold registers that the products need
+        # [BLOCK_M]; loaded after the products, which need the registers
         row_at = head_64 * queries.stride_row_h
         lse2 = load_row(queries.lse2_ptr + row_at, rows, scores.seqlen_q, INF, MASKED)
         delta = None
@@ -219,7 +219,7 @@ def dkdv_kernel(
     )
     if pid_n < 0:
         return
-    # keys past the used ones still get their zeros
+    # unused keys get gradients of 0
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, length_k)
     batch_id = tl.maximum(tl.minimum(batch_id, batch - 1), 0)
     batch_64 = batch_id.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Gradient of the queries: one program owns a block of queries and walks the keys it sees."""
+"""Gradient of the queries: one program owns a block of queries and walks the keys that it sees."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dq_walk(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add what the keys contribute to a block of dq: masked tiles, or whole ones."""
+    """Add the part of the keys to a block of dq: over masked tiles, or over whole ones."""
     q, dout, lse2, delta = queries
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, TILE.BLOCK_N, MASKED)
     for step in tl.range(0, steps):
@@ -120,8 +120,8 @@ def dq_kernel(
     """``dq = scale * ds k`` where ``ds = p * (dout v^T - delta)`` and ``p = exp(s - lse)``.
 
     One program writes one block of rows of one query head. The parameters are the fields of
-    ``Inputs``, ``dq_ptr``, those of ``Extras``, ``Scalars``, ``Counts``, ``GradientStrides``,
-    ``Strides``, ``Options`` and ``Tile``.
+    ``Inputs``, ``dq_ptr``, and the fields of ``Extras``, ``Scalars``, ``Counts``,
+    ``GradientStrides``, ``Strides``, ``Options`` and ``Tile``.
     """
     OPTIONS: tl.constexpr = Options(GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BIAS_BYTES)
     TILE: tl.constexpr = Tile(

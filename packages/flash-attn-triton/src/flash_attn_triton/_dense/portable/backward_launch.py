@@ -1,4 +1,4 @@
-"""The backward pass of the calls of one form: its launches, made once."""
+"""The backward launcher of a signature: its launches are made once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RowNumbers:
         self._work = new_memory()
         row_bytes = math.gcd(form.head_dim_v * out_dtype.itemsize, ACCESS_BYTES)
         tile = RowTile(form.head_dim_v, form.block_dv, row_bytes, ROWS, PIECE)
-        # by whether there are dlse and sums
+        # by whether dlse is given and whether sums is given
         self._launches = [
             [Launch(row_kernel, {**tile._asdict(), "num_warps": 4}) for _ in range(2)]
             for _ in range(2)
@@ -143,7 +143,7 @@ class ShortGradients:
         tile = short_tile(form.platform, form.widest_head, form.itemsize)
         scalars, (tokens_q, tokens_k) = form.scalars, (x.q.shape[1], x.k.shape[1])
         settle = form.platform.is_hopper and not interpreted()
-        # by whether there is dlse
+        # by whether dlse is given
         self._launches = [form.launch(short_kernel, tile, SETTLE=settle) for _ in range(2)]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
         self._grid = programs + form.batch * form.heads_q * cdiv(tokens_q, tile.block_m)
@@ -159,7 +159,7 @@ class ShortGradients:
         )
         self._behind = form.strides[:9]
         self._shapes = x.q.shape, x.k.shape, x.v.shape
-        # by the strides of dout, in which calls of one form differ
+        # by the strides of dout, which the signature does not fix
         self._numbers: Memory[ShortNumbers] = Memory(MAX_COUNTS)
 
     def __call__(
@@ -171,7 +171,7 @@ class ShortGradients:
         dlse: Tensor | None,
         needs_dbias: bool,
     ) -> PlannedGrads:
-        """Return ``(dq, dk, dv, None, None)``; such a call has no bias."""
+        """Return ``(dq, dk, dv, None, None)``; these calls have neither bias nor sinks."""
         q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), compact(out)
         shape_q, shape_k, shape_v = self._shapes
         dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
@@ -231,18 +231,18 @@ class Gradients(NamedTuple):
 
 
 def plan_backward(form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> Backward:
-    """Return the backward pass of the calls of one form; their tensors fit the form."""
+    """Return the backward launcher of a signature."""
     if takes_short_backward(x, form.options, out_dtype):
         return ShortGradients(form, x)
     return BackwardPlan(form, x, out_dtype, deterministic)
 
 
 class BackwardPlan:
-    """The backward pass of the calls of one form, in a launch per step."""
+    """The backward launcher of a signature, with one launch per step."""
 
     def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> None:
         self._form = form
-        # of q, k and v; packed calls of one form differ in them
+        # shapes of q, k and v, which the signature of a packed call does not fix
         self._shapes = None if form.is_packed else (x.q.shape, x.k.shape, x.v.shape)
         self._row_numbers = RowNumbers(form, out_dtype)
         self._key_gradients = KeyGradients(form)
@@ -263,16 +263,16 @@ class BackwardPlan:
         dlse: Tensor | None,
         needs_dbias: bool,
     ) -> PlannedGrads:
-        """Return ``(dq, dk, dv, dbias, dsinks)``, two of them perhaps None.
+        """Return ``(dq, dk, dv, dbias, dsinks)``; the last two may be None.
 
-        The tensors of ``x`` fit the form.
+        The tensors of ``x`` have this signature.
         """
         q, k, v = x[:3]
         shape_q, shape_k, shape_v = self._shapes or (q.shape, k.shape, v.shape)
         dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
         dbias = None if x.bias is None or not needs_dbias else empty_like(x.bias)
         has_rows = self._form.batch != 0 and q.numel() != 0
-        if not has_rows or k.numel() == 0:  # nobody sees a key
+        if not has_rows or k.numel() == 0:  # no row sees a key
             for gradient in (dq, dk, dv, dbias):
                 if gradient is not None:
                     gradient.zero_()
@@ -292,7 +292,7 @@ class BackwardPlan:
         dlse: Tensor | None,
         gradients: Gradients,
     ) -> Tensor | None:
-        """Fill the gradients of tensors that have rows; return that of the sinks."""
+        """Fill the gradients of tensors that have rows; return the gradient of the sinks."""
         q, k, dout = x.q, x.k, aligned(dout)
         hopper = self._hopper
         if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
@@ -300,7 +300,7 @@ class BackwardPlan:
         sums = None if hopper is None else hopper.new_sums(q)
         delta, lse2 = self._row_numbers(compact(out), dout, dlse, lse, sums)
         if k.numel() != 0:
-            # the output may have had a dtype of its own; products want one
+            # the output may have another dtype than q; products need one dtype
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             inputs = Inputs(q, k, x.v, dout, lse2, delta)
             extras = NO_EXTRAS if self._form.is_plain else _extras(x)
@@ -314,7 +314,7 @@ class BackwardPlan:
         return None if x.sinks is None else sink_gradient(dense(x.sinks), lse, delta)
 
 
-# of a call of q, k and v alone
+# calls with q, k and v alone
 NO_EXTRAS = Extras(*(None,) * len(Extras._fields))
 
 
@@ -330,15 +330,15 @@ def _extras(x: Tensors) -> Extras:
 
 
 def _counts_of(inputs: Inputs) -> tuple[int, int, tuple[int, ...]]:
-    """Return what the work of a launch depends on in calls of one form."""
+    """Return the key of ``new_memory``: token counts and strides of dout."""
     return inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3], inputs.dout_ptr.stride()
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Return memory of a tensor's shape and dtype, contiguous.
+    """Return an uninitialised contiguous tensor of the shape and dtype of ``x``.
 
-    On meta ``empty_like`` imports SymPy, while the first kernels wait to be built. Sizes come one
-    by one: PyTorch takes longer over a tuple of them.
+    ``torch.empty_like`` imports SymPy for meta tensors, while the first kernels wait to be built.
+    PyTorch is faster with sizes one by one than with a tuple of them.
     """
     return x.new_empty(*x.shape)
 
@@ -346,6 +346,6 @@ def empty_like(x: Tensor) -> Tensor:
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Sum ``-p * delta`` over rows: a sink is a key whose value is 0."""
     share = torch.exp(sinks.float()[:, None] - lse)
-    # rows of -inf, padding among them, have no denominator to share
+    # rows with an LSE of -inf, such as padding, have no denominator to share
     per_row = torch.where(lse == float("-inf"), 0.0, -share * delta)
     return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)

@@ -1,8 +1,8 @@
 """First step of the backward: two numbers per row, which every tile of the row needs.
 
-The backward recomputes the probabilities from the saved LSE, in one kernel per gradient: dk and dv
-by blocks of keys, dq by blocks of queries, and the bias gradient, if asked for, by blocks of the
-bias. The method is FlashAttention-2's (Dao, 2023).
+The backward recomputes the probabilities from the saved LSE. One kernel makes dk and dv by blocks
+of keys, one dq by blocks of queries, and one the bias gradient, if asked for, by blocks of the
+bias. The method is that of FlashAttention-2 (Dao, 2023).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def row_kernel(
 ):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)``, per row.
 
-    Rows are those of [batch, heads_q, tokens]; see ``row_numbers``. Besides, a program sets its
-    ``share`` of the ``pieces`` of ``sums`` to 0, to which the kernel for Hopper adds what goes to
-    dq. The parameters are the fields of ``RowTensors``, ``RowCounts``, ``GradientStrides``,
-    ``SumCounts`` and ``RowTile``.
+    Rows are numbered through [batch, heads_q, tokens]; see ``row_numbers``. A program also sets its
+    ``share`` of the ``pieces`` of ``sums`` to 0, in which the Hopper backward sums dq. The
+    parameters are the fields of ``RowTensors``, ``RowCounts``, ``GradientStrides``, ``SumCounts``
+    and ``RowTile``.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = row < rows  # [BLOCK]
@@ -58,7 +58,7 @@ def row_kernel(
     # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
     out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
     dout_at = batch_id * stride_dob + token * stride_dos + head * stride_doh
-    # an output of a narrower dtype than that of q need not have whole rows
+    # rows of an output with a narrower dtype than q need not be whole accesses
     out_rows = tl.multiple_of(out_ptr + out_at[:, None], [ROW_BYTES, ROW_BYTES])
     dout_rows = tl.multiple_of(dout_ptr + dout_at[:, None], [ROW_BYTES, ROW_BYTES])
     # [BLOCK, BLOCK_DV]

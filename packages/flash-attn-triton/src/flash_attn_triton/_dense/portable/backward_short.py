@@ -1,8 +1,8 @@
-"""All gradients of short sequences in one launch: the host takes longer over three than the GPU.
+"""All gradients of short sequences in one launch: three would take the host longer than the GPU.
 
-Some programs own a block of keys and walk the queries, as in :mod:`.backward_dkdv`, the others own
-a block of queries and walk the keys, as in :mod:`.backward_dq`. Both make the two numbers per row
-that :mod:`.backward_rows` makes elsewhere. The walks have a few steps, which all take a mask.
+Some programs own a block of keys and walk the queries, as in :mod:`.backward_dkdv`; the rest own a
+block of queries and walk the keys, as in :mod:`.backward_dq`. Both make the two numbers per row
+that :mod:`.backward_rows` makes for longer sequences. Walks have few steps, and all are masked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .structures import (
 
 @triton.jit
 def _masked(walk):
-    """Return a walk whose tiles all take a mask."""
+    """Return the walk with a mask for all tiles."""
     return Walk(walk.first, walk.last, walk.start, walk.start, walk.start)
 
 
@@ -38,7 +38,7 @@ def _masked(walk):
 def _write_dkdv(
     place, x, numbers, scores, OPTIONS: tl.constexpr, TILE: tl.constexpr, SETTLE: tl.constexpr
 ):
-    """Write dk and dv of the block of keys at a place of those of all heads and sequences."""
+    """Write dk and dv of block ``place`` of keys, numbered over all sequences and heads."""
     heads_k = numbers.heads_q // OPTIONS.GROUP
     tiles = tl.cdiv(numbers.tokens_k, TILE.BLOCK_N)
     first_key = place % tiles * TILE.BLOCK_N
@@ -105,7 +105,7 @@ def _write_dkdv(
 
 @triton.jit
 def _write_dq(place, x, numbers, scores, OPTIONS: tl.constexpr, TILE: tl.constexpr):
-    """Write dq of the block of queries at a place of those of all heads and sequences."""
+    """Write dq of block ``place`` of queries, numbered over all sequences and heads."""
     tiles = tl.cdiv(numbers.tokens_q, TILE.BLOCK_M)
     first_row = place % tiles * TILE.BLOCK_M
     head = place // tiles % numbers.heads_q
@@ -224,9 +224,9 @@ def short_kernel(
     """``dv = p^T dout``, ``dk = scale * ds^T q`` and ``dq = scale * ds k``.
 
     ``p = exp(s - lse)`` and ``ds = p * (dout v^T - delta)``, with ``delta = sum(out * dout) -
-    dlse``. One program writes a block of keys of one key head, or of queries of one query head. The
-    parameters are the fields of ``ShortTensors``, ``ShortNumbers``, ``Options`` and ``Tile``, and
-    ``SETTLE``.
+    dlse``. One program writes a block of keys of one key head, or a block of queries of one query
+    head. The parameters are the fields of ``ShortTensors``, ``ShortNumbers``, ``Options`` and
+    ``Tile``, and ``SETTLE``.
     """
     OPTIONS: tl.constexpr = Options(GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BIAS_BYTES)
     TILE: tl.constexpr = Tile(
@@ -262,7 +262,7 @@ def short_kernel(
         scale, softcap, 0, 0, diagonal, tokens_q, tokens_k, window_left, window_right, None, 0, 1.0
     )
     place = tl.program_id(0)
-    # those of the keys have more to do: they begin first
+    # programs that own keys have more work: they begin first
     if place < key_programs:
         _write_dkdv(place, x, numbers, scores, OPTIONS, TILE, SETTLE)
     else:

@@ -1,8 +1,8 @@
 """Gradient of the additive bias: one program owns a tile of the bias.
 
 It visits every tile of scores that the bias tile was broadcast to (sequences, heads, rows, columns)
-and sums their gradients in registers, so the cost in memory is that of the bias and there are no
-atomics. Masks are always applied: this pass is for learning a bias, not for speed records.
+and sums their gradients in registers. So it needs no memory beyond the bias gradient, and no
+atomics. Every tile is masked: this kernel is for learning a bias, not for speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .structures import (
 
 @triton.jit
 def _sequence_of(cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequence, tokens_q, tokens_k):
-    """Return where a sequence's queries and keys start, and how many there are of each."""
+    """Return ``(q_start, k_start, seqlen_q, seqlen_k)`` of a sequence."""
     if cu_seqlens_q_ptr is None:
         q_start = tl.zeros([], tl.int64)
         k_start = tl.zeros([], tl.int64)
@@ -150,9 +150,9 @@ def bias_gradient_kernel(
 ):
     """``dbias = sum(ds)`` over all that the bias was broadcast to, [b|1, h|1, m|1, n|1] contiguous.
 
-    Here ``ds = p * (dout v^T - delta)`` and ``p = exp(s - lse)``. One program writes one tile. The
-    parameters are the fields of ``Inputs``, ``dbias_ptr``, those of ``Extras``, ``Scalars``,
-    ``BiasCounts``, ``GradientStrides``, ``Strides``, ``Options`` and ``Tile``.
+    ``ds = p * (dout v^T - delta)`` and ``p = exp(s - lse)``. One program writes one tile. The
+    parameters are the fields of ``Inputs``, ``dbias_ptr``, and the fields of ``Extras``,
+    ``Scalars``, ``BiasCounts``, ``GradientStrides``, ``Strides``, ``Options`` and ``Tile``.
     """
     OPTIONS: tl.constexpr = Options(GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BIAS_BYTES)
     TILE: tl.constexpr = Tile(
@@ -167,7 +167,7 @@ def bias_gradient_kernel(
     bias_batch = pid // tiles_n // tiles_m // bias_heads
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
-    # what this tile was broadcast to
+    # all tiles of scores that this tile was broadcast to
     for step_b in range(0, tl.where(one_batch != 0, batch, 1)):
         sequence = bias_batch + step_b
         sequence_64 = sequence.to(tl.int64)

@@ -1,4 +1,4 @@
-"""The form of a call on its way to the kernels: what all launches of one form have in common."""
+"""The signature of a call as numbers and constants, which all its launches share."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ..call import Options, Tensors
 from ..hopper_tiles import panels_of
 from . import structures
 
-# what programs that run at the same time should read together
+# most bytes that concurrent programs should read
 L2_BYTES = 32 * 2**20
 # programs and numbers of a launch
 Work = tuple[int, tuple[float, ...]]
 
 
 def new_memory() -> Memory[Work]:
-    """Return memory for what a launch does in calls of one form.
+    """Return a memory for grids and numbers of a launch.
 
-    They differ in the strides of dout and, packed, in numbers of tokens.
+    Calls with one signature differ in the strides of dout and, if packed, in numbers of tokens.
     """
     return Memory(MAX_COUNTS)
 
 
 class Form:
-    """What the launches of a call depend on, except its data and, packed, its number of tokens.
+    """The signature of a call: everything its launches depend on except its data.
 
-    Made from one call's tensors, which went through ``readable``, and good for every call whose
-    tensors differ in data only, or, packed, in the number of tokens.
+    It is made from one call's tensors, which have passed ``readable``. It holds for every call
+    whose tensors differ only in data, or, if packed, in the numbers of tokens.
     """
 
     def __init__(self, x: Tensors, options: Options) -> None:
@@ -51,7 +51,7 @@ class Form:
         self.platform = detect(q.device)
         self.itemsize = q.element_size()
         self.is_packed = x.cu_seqlens_q is not None
-        # whether calls have no tensor but q, k and v; dropout's state is drawn behind the plan
+        # whether calls have only q, k and v; dropout's state is drawn after this is made
         self.is_plain = all(t is None for t in x[3:]) and options.dropout_p == 0.0
         self.heads_q, self.head_dim = q.shape[-2:]
         self.heads_k, self.head_dim_v = v.shape[-2:]
@@ -68,7 +68,7 @@ class Form:
             options.softcap,
             keep_scale(options.dropout_p),
             dropout_threshold(options.dropout_p),
-            # what callers of the operators give may be wider than the functions let pass
+            # direct callers of the operators may pass wider windows than the functions do
             min(options.window_left, MAX_WINDOW),
             min(options.window_right, MAX_WINDOW),
             self.batch,
@@ -92,7 +92,7 @@ class Form:
         self._layout = layout_of(x)
 
     def fits(self, x: Tensors) -> bool:
-        """Say whether tensors that were put away since still lie in memory as they did."""
+        """Tell whether saved tensors still have the layout that the launcher was made for."""
         return layout_of(x) == self._layout
 
     def launch(
@@ -118,24 +118,24 @@ class Form:
         return Launch(kernel, {**options._asdict(), **shape._asdict(), **constants, **kind})
 
     def tiles(self, tokens: int, block: int) -> int:
-        """Blocks of tokens per head; for packed tensors the slots that hold them."""
+        """Blocks of tokens per head; packed: slots for them."""
         return tokens // block + self.batch + 2 if self.is_packed else cdiv(tokens, block)
 
     def span_q(self, tokens_k: int) -> int:
-        """How many query heads' keys and values the second-level cache holds together."""
+        """The number of query heads whose keys and values fit into the L2 cache."""
         fitting = self.group * (L2_BYTES // max(1, tokens_k * self._token_bytes))
         return min(max(1, fitting), max(1, self.batch * self.heads_q))
 
     def span_k(self, tokens_q: int) -> int:
-        """How many key heads' queries, of the whole group, it holds together."""
+        """The number of key heads whose queries, of the whole group, fit into the L2 cache."""
         fitting = L2_BYTES // max(1, tokens_q * self.group * self._token_bytes)
         return min(max(1, fitting), max(1, self.batch * self.heads_k))
 
     def span_sums(self, tokens_q: int) -> int:
-        """As ``span_k``, with the sums of dq, which are read and written: a power of two.
+        """``span_k`` with the sums of dq, which are read and written: a power of two, at least 2.
 
-        Other numbers often leave a small rest, whose longest walks begin last. With one head alone
-        all programs add to the same sums.
+        Other numbers often leave a small remainder, whose longest walks begin last. With one head
+        all programs would add to the same sums.
         """
         columns = sum(panels_of(self.head_dim))
         head_bytes = self._token_bytes + 2 * 4 * columns
@@ -144,9 +144,9 @@ class Form:
 
 
 def layout_of(x: Tensors) -> tuple[Any, ...]:
-    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    """Return the strides of the large tensors, and their alignment."""
     q, k, v, bias = x.q, x.k, x.v, x.bias
-    # bits of any of the addresses: those of a form begin at whole accesses
+    # 0 if all addresses are aligned
     begin = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ACCESS_BYTES
     if bias is None:
         return begin, q.stride(), k.stride(), v.stride()
@@ -154,7 +154,7 @@ def layout_of(x: Tensors) -> tuple[Any, ...]:
 
 
 def bias_bytes(bias: Tensor) -> int:
-    """Return how much of a row can be read at once: a whole access, or one element."""
+    """Return how many bytes of a bias's row can be read at once: a whole access, or one element."""
     *rows, columns = bias_strides(bias)
     begins = (bias.data_ptr(), *(stride * bias.element_size() for stride in rows))
     whole = columns == 1 and all(begin % ACCESS_BYTES == 0 for begin in begins)
@@ -162,7 +162,7 @@ def bias_bytes(bias: Tensor) -> int:
 
 
 def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
-    """Strides of a four-dimensional bias, 0 where it is broadcast."""
+    """Return the strides of a four-dimensional bias, 0 where it is broadcast."""
     if bias is None:
         return (0, 0, 0, 0)
     return tuple(
@@ -171,19 +171,19 @@ def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
 
 
 def is_served_as_is(x: Tensors) -> bool:
-    """Say whether the kernels may read tensors of this form where they are."""
+    """Tell whether the kernels can read the tensors without a copy."""
     return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
 
 
 def readable(x: Tensors) -> Tensors:
-    """Return the tensors as the kernels may read them; heads may have become wider."""
+    """Return tensors that the kernels can read, copied with wider heads where necessary."""
     return x._replace(q=whole_rows(x.q), k=whole_rows(x.k), v=whole_rows(x.v))
 
 
 def expand_descales(
     descales: tuple[Tensor | None, ...], shape: tuple[int, int]
 ) -> tuple[Tensor | None, ...]:
-    """Bring the descales to one form: one element each, or ``[batch, heads_k]`` each."""
+    """Bring the descales to one shape: one element each, or ``[batch, heads_k]`` each."""
     if all(d is None or d.numel() == 1 for d in descales):
         return tuple(map(dense, descales))
     full = (d if d is None or d.ndim == 2 else d.reshape(1, 1) for d in descales)

@@ -1,8 +1,8 @@
 """Forward pass: one program owns a block of queries of one head and walks the keys once.
 
-The online softmax of FlashAttention-2 (Dao, 2023): running maximum and sum per row, in base 2. The
-walk has two parts: tiles that every row sees whole, without masks, and tiles that a window, the
-diagonal or the end of the sequence cuts. Tiles that no row sees are never visited.
+It uses the online softmax of FlashAttention-2 (Dao, 2023): running maximum and sum per row, in base
+2. The walk has two parts: tiles that every row sees whole, without masks, and tiles that a window,
+the diagonal or the end of the sequence cuts. Tiles that no row sees are never visited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .structures import FOREIGN, NUMBERS, ForwardOptions, Head, Keys, Scores, Ti
 
 @triton.jit
 def start_softmax(sinks_ptr, head, is_padding, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return sum and maximum of rows that saw no key; a sink is a first key, without a value."""
+    """Return sum and maximum before the first key; a sink acts as a key without a value."""
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
@@ -82,7 +82,7 @@ def attend(
         )  # [BLOCK_D, BLOCK_N]
         s = dot(q, k, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
-            # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+            # the exponential's multiply-add applies the scale; it is positive, so max commutes
             factor = scores.scale * LOG2E
         else:
             factor = 1.0
@@ -126,7 +126,7 @@ def finish_softmax(
     acc, l_i, m_i, keep_scale, v_descale_ptr, descale_at, out_scale_ptr, OPTIONS: tl.constexpr
 ):
     """Return the output and the LSE of a block of rows."""
-    # rows that saw no key: output 0, lse -inf
+    # fully masked rows: output 0, lse -inf
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = acc * (keep_scale / l_safe)[:, None]  # [BLOCK_M, BLOCK_DV]
     if v_descale_ptr is not None:
@@ -228,7 +228,7 @@ def forward_kernel(
     if pid_m < 0:
         return
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, seqlen_k)
-    # padding around the sequences has no row in per-sequence tensors
+    # padding has no row in per-sequence tensors
     is_padding = (batch_id < 0) | (batch_id >= batch)
     batch_id = tl.maximum(tl.minimum(batch_id, batch - 1), 0)
     head_k = head // GROUP

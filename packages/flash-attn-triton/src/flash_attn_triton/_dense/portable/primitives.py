@@ -1,4 +1,4 @@
-"""Pieces that the forward and the backward kernels share: tiles, dots, logits, masks, dropout.
+"""Functions that the forward and the backward kernels share: tiles, logits, masks, dropout.
 
 Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
 exponential is ``exp2``.
@@ -13,7 +13,7 @@ from .structures import DropoutKey, Walk
 # widest access to memory
 ACCESS_BYTES = tl.constexpr(16)
 
-# a score of -1e7, below which fp32 does not hold the softmax of a row; see ``_reference/fixed.py``
+# a score of -1e7: below it fp32 cannot hold the softmax of a row; see ``_reference/fixed.py``
 LEAST_LOGIT = tl.constexpr(-1e7 * 1.4426950408889634)
 
 # Philox, for dropout
@@ -36,9 +36,9 @@ def load_tile(
 ):
     """Load rows x cols of a matrix with unit column stride; rows outside [first, last) give 0.
 
-    Every row begins at a whole access: the launcher sees to it.
+    The launcher ensures that every row begins at a multiple of ``ACCESS_BYTES``.
     """
-    # int64: rows * stride may pass 2**31 elements
+    # int64: rows * stride may exceed 2**31 elements
     begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ACCESS_BYTES, ACCESS_BYTES])
     pointers = begin + cols[None, :]
     if MASKED:
@@ -102,17 +102,17 @@ def logits_of(products, rows, cols, scores, head, OPTIONS: tl.constexpr):
 
 @triton.jit
 def through_softcap(ds, products, scores, HAS_SOFTCAP: tl.constexpr):
-    """Take a gradient of logits back to the raw products, but for the scale."""
+    """Turn the gradient of logits into the gradient of raw products, without the scale."""
     if HAS_SOFTCAP:
         capped = tanh(products * (scores.scale / scores.softcap))
-        # a key that nobody sees may hold NaN; its gradient is 0 already
+        # a key that no row sees may hold NaN; its gradient is 0 already
         ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - capped * capped))
     return ds
 
 
 @triton.jit
 def load_row(base, rows, seqlen_q, other, MASKED: tl.constexpr):
-    """Load one number per row of a block; rows past the end give ``other``."""
+    """Load one number per row of a block; rows after the end give ``other``."""
     if MASKED:
         values = tl.load(base + rows, mask=rows < seqlen_q, other=other)
     else:
@@ -124,8 +124,8 @@ def load_row(base, rows, seqlen_q, other, MASKED: tl.constexpr):
 def row_numbers(out, dout, lse, dlse):
     """Return ``(lse2, delta)``: ``lse * log2(e)``, and ``sum(out * dout) - dlse``, of rows.
 
-    ``lse2`` is +inf for rows that see no key: their probabilities then come out as 0. What arrives
-    there counts for nothing, NaN neither. ``dlse`` may be None.
+    ``lse2`` is +inf for fully masked rows, so that their probabilities become 0. Their incoming
+    gradient is ignored, even if it is NaN. ``dlse`` may be None.
     """
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse is not None:
@@ -146,7 +146,7 @@ def store_rows(base, row, values, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.c
 
 @triton.jit
 def count_keys(seqused_k_ptr, sequence, batch, seqlen_k):
-    """Return how many of a sequence's keys count."""
+    """Return how many keys of a sequence are used."""
     if seqused_k_ptr is not None:
         is_real = (sequence >= 0) & (sequence < batch)
         seqlen_k = tl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
@@ -155,9 +155,9 @@ def count_keys(seqused_k_ptr, sequence, batch, seqlen_k):
 
 @triton.jit
 def is_visible(rows, cols, end, scores, OPTIONS: tl.constexpr):
-    """Mask of the keys ahead of ``end`` that each query sees.
+    """Mask of the keys before ``end`` that each query sees.
 
-    Windows hang on the last key of the last query.
+    Windows are aligned bottom-right: query i stands at key i + seqlen_k - seqlen_q.
     """
     # no row is negative: this gives the mask both of its dimensions
     visible = (cols < end) & (rows >= 0)
@@ -194,7 +194,7 @@ def key_range(first_row, last_row, scores, OPTIONS: tl.constexpr, BLOCK_N: tl.co
 def query_range(first_key, last_key, scores, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the ``Walk`` over the queries that see the keys ``first_key..last_key``.
 
-    The mirror of ``key_range``; a tile of keys that hangs over the end has no whole tiles.
+    The mirror image of ``key_range``; for a tile of keys that exceeds the end, no tile is whole.
     """
     diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
     first = 0
@@ -233,15 +233,14 @@ def dropout_key(rng_state_ptr, batch_head):
 def is_kept(rows, cols, scores, key):
     """Draw the dropout mask of a tile; see ``dropout_keep_mask`` in ``_reference/philox.py``.
 
-    A thread of a tensor core's accumulator holds the four elements that share a counter, but no
-    layout is asked for here: each element counts for itself.
+    Four elements share a draw, but this code works in any layout, so each element draws for itself.
     """
     zeros = rows * 0 + cols * 0
     c0 = (zeros + (rows >> 4 << 3 | rows & 7)).to(tl.uint32, bitcast=True) ^ key.row
     c1 = (zeros + (cols >> 4 << 3 | cols & 7)).to(tl.uint32, bitcast=True) ^ key.col
     word = key.word
     for _ in tl.static_range(ROUNDS):
-        # the numbers are meant to wrap: TRITON_DEBUG=1 checks all others
+        # wraps on purpose, so TRITON_DEBUG=1 must not check it
         low = tl.mul(c0, MULTIPLIER, sanitize_overflow=False)
         c0, c1 = tl.umulhi(c0, MULTIPLIER) ^ word ^ c1, low
         word = tl.add(word, KEY_STEP, sanitize_overflow=False)
@@ -273,7 +272,7 @@ def score_gradient(
     if MASKED:
         visible = is_visible(rows, cols, scores.seqlen_k, scores, OPTIONS)
         p = tl.where(visible, p, 0.0)
-        # a key that nobody sees may hold NaN
+        # a key that no row sees may hold NaN
         dp = tl.where(visible, dp, 0.0)
     p_kept = p
     if scores.rng_state_ptr is not None:
@@ -296,7 +295,7 @@ def load_queries(
     seqlen_q,
     TILE: tl.constexpr,
 ):
-    """Load a block of queries, and what the backward needs of its rows; see ``Inputs``."""
+    """Load a block of queries, and its output gradient, LSE and delta; see ``Inputs``."""
     cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
     cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     q = load_tile(
@@ -312,7 +311,7 @@ def load_queries(
 
 @triton.jit
 def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Load a tile of keys and of values with tokens along the rows; see ``Walk``."""
+    """Load a tile of keys and one of values, both transposed, with tokens as columns."""
     cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
     cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     k_t = load_tile_transposed(

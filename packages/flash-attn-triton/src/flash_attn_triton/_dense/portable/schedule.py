@@ -1,17 +1,17 @@
-"""Which block of which head and sequence a program owns, in an order that keeps the GPU busy."""
+"""Find the block, head and sequence of a program, in an order that keeps the GPU busy."""
 
 import triton
 import triton.language as tl
 
-# sequences looked at per step when a program searches its own in cu_seqlens
+# sequences per step of a program's search in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: tl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+    """Return the sequence that owns a slot; -1 and ``batch``: padding before and after them all.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on. They are at least as
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on. These are at least as
     many as its blocks, and the grid's bound, ``tokens // BLOCK + batch + 2``, needs no device data.
     """
     owned = tl.zeros([], tl.int32)
@@ -40,9 +40,9 @@ def locate(
     """Return ``(block, sequence, head, own_start, other_start, own_len, other_len)``.
 
     "Own" is the side whose blocks the grid divides, queries or keys. ``block`` is negative for a
-    slot that holds none. Under a causal mask the walks differ in length: ``BALANCE`` starts the
-    longest first, within as many heads (``span``) as the cache holds. Without it, neighbours are
-    blocks of one head.
+    slot without a block. Under a causal mask the walks differ in length: ``BALANCE`` starts the
+    longest first, for as many heads at a time (``span``) as the cache holds. Without it, neighbours
+    are blocks of one head.
     """
     pid = tl.program_id(0)
     if cu_own_ptr is None:
@@ -66,7 +66,7 @@ def locate(
         slot = pid // heads if BALANCE else pid % tiles
         head = pid % heads if BALANCE else pid // tiles
         sequence = find_sequence(cu_own_ptr, slot, batch, BLOCK)
-        # tokens around the sequences are two more sequences, which face nothing
+        # padding before the first and after the last sequence: two more sequences without keys
         is_real = (sequence >= 0) & (sequence < batch)
         own_begin = tl.load(cu_own_ptr + sequence, mask=sequence >= 0, other=0)
         own_end = tl.load(cu_own_ptr + sequence + 1, mask=sequence < batch, other=tokens_own)

@@ -1,19 +1,19 @@
 """Structures of the portable kernels: named tuples, made on the host, read on the device by name.
 
-The parameters of a kernel are, in order, the fields of the structures that its launch passes.
-Constants have upper-case names and structures of their own: Triton would turn a constant among
-run-time values into one of them.
+The parameters of a kernel are the fields of the structures that its launch passes, in order.
+Constants have upper-case names and separate structures: Triton would turn a constant among run-time
+values into a run-time value.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# ---- what launches pass: tensors
+# ---- launches pass: tensors
 
 
 class ForwardTensors(NamedTuple):
-    """The tensors of the forward; all from ``bias_ptr`` on are optional."""
+    """The tensors of the forward; optional from ``bias_ptr`` on."""
 
     q_ptr: Any
     k_ptr: Any
@@ -34,18 +34,18 @@ class ForwardTensors(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What every gradient is made of; a kernel's gradients follow."""
+    """The inputs of every gradient; a kernel's gradients follow."""
 
     q_ptr: Any
     k_ptr: Any
     v_ptr: Any
     dout_ptr: Any
     lse2_ptr: Any  # the LSE in base 2, [batch, heads_q, tokens_q] or [heads_q, tokens_q]
-    delta_ptr: Any  # sum(out * dout) - dlse, likewise
+    delta_ptr: Any  # sum(out * dout) - dlse, the same shape
 
 
 class Extras(NamedTuple):
-    """Optional tensors of the backward, behind the gradients."""
+    """Optional tensors of the backward, after the gradients."""
 
     bias_ptr: Any
     alibi_slopes_ptr: Any
@@ -100,7 +100,7 @@ SHORT_FOREIGN = ShortTensors._fields[:7]
 
 
 class MergeTensors(NamedTuple):
-    """What comes out, and the pieces: two at least; an LSE of all or of none."""
+    """The outputs, then two to four pieces; all pieces have an LSE, or none has."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -114,15 +114,15 @@ class MergeTensors(NamedTuple):
     lse3_ptr: Any
 
 
-# ---- what launches pass: numbers
+# ---- launches pass: numbers
 
 
 class Scalars(NamedTuple):
-    """Numbers that are the same in every call of a form."""
+    """Numbers that the signature of a call determines."""
 
     scale: Any
     softcap: Any
-    keep_scale: Any  # of what dropout keeps; see ``_reference/philox.py``
+    keep_scale: Any  # factor of kept probabilities; see ``_reference/philox.py``
     dropout_threshold: Any  # draws below it are dropped
     window_left: Any
     window_right: Any
@@ -131,16 +131,16 @@ class Scalars(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers that depend on how many tokens there are."""
+    """Numbers that depend on the numbers of tokens."""
 
     tokens_q: Any
     tokens_k: Any
-    tiles: Any  # blocks per head; packed, slots that hold the blocks of all sequences
+    tiles: Any  # blocks per head; packed: slots for the blocks of all sequences
     span: Any  # heads that are walked together
 
 
 class BiasCounts(NamedTuple):
-    """As ``Counts``, for the gradient of a bias: its sizes, and which of them are broadcast."""
+    """``Counts`` for the gradient of a bias: its sizes, and which of them are broadcast."""
 
     tokens_q: Any
     tokens_k: Any
@@ -162,7 +162,7 @@ class GradientStrides(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of the inputs, in elements: batch, token and head; 0 where one is broadcast."""
+    """Strides of the inputs, in elements: batch, token and head; 0 if broadcast."""
 
     stride_qb: Any
     stride_qs: Any
@@ -181,7 +181,7 @@ class Strides(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """The numbers of the row kernel, ahead of the strides of dout."""
+    """The numbers of the row kernel before the strides of dout."""
 
     tokens: Any
     rows: Any
@@ -189,9 +189,9 @@ class RowCounts(NamedTuple):
 
 
 class SumCounts(NamedTuple):
-    """The numbers of the row kernel, behind the strides of dout."""
+    """The numbers of the row kernel after the strides of dout."""
 
-    share: Any  # pieces of the sums that a program sets to 0
+    share: Any  # pieces of the sums that one program sets to 0
     pieces: Any
 
 
@@ -205,7 +205,7 @@ class ShortNumbers(NamedTuple):
     heads_q: Any
     tokens_q: Any
     tokens_k: Any
-    key_programs: Any  # how many programs own keys; the others own queries
+    key_programs: Any  # the first programs, so many, own keys; the rest own queries
     stride_dob: Any
     stride_dos: Any
     stride_doh: Any
@@ -224,7 +224,7 @@ NUMBERS = (*Scalars._fields, *Counts._fields, *GradientStrides._fields, *Strides
 
 
 class MergeNumbers(NamedTuple):
-    """What is written, the whole, and where the tokens of each piece are in it."""
+    """The range of tokens that is written, the size of the whole, and each piece's place in it."""
 
     first: Any
     last: Any
@@ -252,31 +252,31 @@ class MergeNumbers(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call computes."""
+    """Constants of a call's signature."""
 
     GROUP: Any  # query heads per key head
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
-    BIAS_BYTES: Any  # of a row of the bias, read at once; 0 without a bias
+    BIAS_BYTES: Any  # bytes per memory access to a row of the bias; 0 without a bias
 
 
 class ForwardOptions(NamedTuple):
-    """What a forward call computes: ``Options``, and how scores and results are scaled."""
+    """``Options`` of a forward call, and how scores and results are scaled."""
 
     GROUP: Any
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
     BIAS_BYTES: Any
-    FOLD: Any  # plain scores with a positive scale
+    FOLD: Any  # scores have only a positive scale, which the exponential applies
     DESCALE_PER_HEAD: Any
-    SHIFT: Any  # binary exponent added to p, so that FP8 holds it well
+    SHIFT: Any  # binary exponent added to p, to use the range of FP8
     OUT_MAX: Any  # largest finite value of an FP8 output, 0 for other outputs
 
 
 class Tile(NamedTuple):
-    """How a program divides its work."""
+    """Sizes of the tiles of a program."""
 
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -288,7 +288,7 @@ class Tile(NamedTuple):
     UPCAST: Any  # the interpreter multiplies in fp32
 
 
-# numbers that the row kernel sets to 0 at a time
+# elements that the row kernel sets to 0 at a time
 PIECE = 2048
 
 
@@ -310,17 +310,17 @@ class MergeTile(NamedTuple):
     BLOCK: int
 
 
-# ---- what device functions hand on
+# ---- device functions pass on
 
 
 class Scores(NamedTuple):
-    """What turns the products of one sequence into scores, whatever the head."""
+    """Parameters of the scores that all heads of a sequence share."""
 
     scale: Any
     softcap: Any
     stride_bias_m: Any
     stride_bias_n: Any
-    diagonal: Any  # seqlen_k - seqlen_q: masks are aligned to the bottom right
+    diagonal: Any  # seqlen_k - seqlen_q: masks are aligned bottom-right
     seqlen_q: Any
     seqlen_k: Any
     window_left: Any
@@ -331,26 +331,26 @@ class Scores(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What is a query head's own."""
+    """Values that differ between query heads."""
 
     slope: Any  # None without ALiBi
     bias_ptr: Any
-    dropout: Any  # its key, or None
+    dropout: Any  # a ``DropoutKey``, or None
 
 
 class DropoutKey(NamedTuple):
-    """What the draws of a head depend on."""
+    """The key of a head's draws."""
 
     word: Any  # key of Philox
-    row: Any  # what rows and columns are xored with
-    col: Any
+    row: Any  # xored with rows
+    col: Any  # xored with columns
 
 
 class Walk(NamedTuple):
-    """What a block sees of the other side: tokens ``[first, last)``, in tiles.
+    """The tokens ``[first, last)`` of the other side that a block sees, in tiles.
 
-    Tiles from ``start`` up to ``full_start`` and from ``full_end`` to ``last`` need a mask, those
-    between are seen whole. ``step_start`` walks them.
+    Tiles ``[start, full_start)`` and ``[full_end, last)`` need a mask; tiles between them are seen
+    whole. ``step_start`` walks them.
     """
 
     first: Any
@@ -370,21 +370,21 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries of one sequence and what belongs to them, for all heads of the group."""
+    """Queries of one sequence with their gradients and extras, for all heads of the group."""
 
     q_ptr: Any
     dout_ptr: Any
-    lse2_ptr: Any  # beside ``out_ptr`` the LSE, to base e
-    delta_ptr: Any  # beside ``out_ptr`` dlse, or None
+    lse2_ptr: Any  # with ``out_ptr``: the LSE to base e
+    delta_ptr: Any  # with ``out_ptr``: dlse, or None
     alibi_slopes_ptr: Any
     bias_ptr: Any
     stride_qs: Any
     stride_qh: Any
     stride_dos: Any
     stride_doh: Any
-    stride_row_h: Any  # from head to head of ``lse2`` and ``delta``
+    stride_row_h: Any  # stride of heads in ``lse2`` and ``delta``
     stride_bias_h: Any
     batch_id: Any
     head_k: Any
     heads_q: Any
-    out_ptr: Any  # contiguous; None where ``lse2`` and ``delta`` were made of it before
+    out_ptr: Any  # contiguous; None if an earlier kernel made ``lse2`` and ``delta``

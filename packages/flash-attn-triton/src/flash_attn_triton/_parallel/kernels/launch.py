@@ -1,4 +1,4 @@
-"""What GPUs run besides attention, where sequences are cut across ranks."""
+"""The launches besides attention for sequences that are cut across ranks: merge and wait."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .wait import wait_kernel
 ROWS = 32
 
 _launches: Memory[Launch] = Memory()
-# by the places of the pieces, which repeat while a table does
+# by the rasters of the pieces, which repeat with a table
 _work: Memory[tuple[int, MergeNumbers]] = Memory()
-# more than an exchange took to begin, in a trace, when that for which it waits was done
+# in a trace, an exchange took less time to begin after the kernel that it waited for
 HEAD_START_NS = 16_000
 # no tokens
 _ABSENT = 0, 0, 1, 0
@@ -31,15 +31,15 @@ _ABSENT = 0, 0, 1, 0
 def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Merge up to ``MERGED`` pieces by their LSE, or add them up if they have none, in one pass.
 
-    Where the first piece has all tokens in one group, and ``dtype``, it is overwritten, and only
-    where the others have something to add.
+    If the first piece has all tokens in one group, and ``dtype``, it is overwritten, but only where
+    another piece has tokens.
 
     Returns:
         ``out``, ``[tokens, heads, d]`` in ``dtype``, and ``lse``, fp32 ``[heads, tokens]``; or the
         sum, and None.
     """
     first = pieces[0]
-    if len(pieces) == 1:  # the kernel takes two at least
+    if len(pieces) == 1:  # the kernel takes at least two
         pieces = first, first._replace(raster=_ABSENT)
     heads, head_dim = first.out.shape[-2:]
     has_lse = first.lse is not None
@@ -62,7 +62,7 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
     )
     tensors: list[Tensor | None] = []
     for piece in pieces:
-        # the kernel is built for whole accesses, and what arrived may begin between them
+        # the kernel needs aligned tensors, and parts of a received message may not be aligned
         tensors += compact(piece.out), None if piece.lse is None else piece.lse.contiguous()
     tensors += (None,) * (2 * (MERGED - len(pieces)))
     launch(grid, MergeTensors(out, lse, *tensors), numbers)
@@ -72,7 +72,7 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
 def _count(
     pieces: Sequence[Piece], tokens: int, heads: int, is_in_place: bool
 ) -> tuple[int, MergeNumbers]:
-    """Return the grid of a launch, and its numbers."""
+    """Return the grid and the numbers of a launch."""
     begin, end = 0, tokens
     if is_in_place:
         begin = min(piece.raster[0] for piece in pieces[1:])
@@ -83,10 +83,10 @@ def _count(
 
 
 def give_way(x: Tensor) -> None:
-    """Let an exchange that was just asked for begin before the next kernel on the device of ``x``.
+    """Let an exchange that was just issued begin before the next kernel on the device of ``x``.
 
-    Both wait for the same. A forward on Hopper stays on all multiprocessors until it is done: if it
-    begins first, the exchange begins after it, and nothing hides it.
+    Both wait for the same event. A forward on Hopper occupies all multiprocessors until it ends: if
+    it began first, the exchange would begin after it, and would not overlap with it.
     """
     if detect(x.device).vendor != "nvidia":
         return

@@ -1,4 +1,4 @@
-"""Merging results over the keys of several ranks in one pass."""
+"""Merge results over the keys of several ranks in one pass."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def merge_kernel(
     """``lse = log(sum(exp(lse_p)))`` and ``out = sum(exp(lse_p - lse) * out_p)`` over pieces p.
 
     Without LSEs, ``out = sum(out_p)``. ``out`` is [tokens, heads, HEAD_DIM_V] and ``lse`` [heads,
-    tokens]. A piece has so many times (``batch``) the same number of tokens (``size``), a ``step``
-    apart from ``begin`` on: [batch, size, heads, HEAD_DIM_V] and [batch, heads, size], contiguous.
-    Tokens from ``first`` to ``last`` are written; ``out`` and ``lse`` may be those of a piece that
-    has all tokens in one group.
-    The parameters are the fields of ``MergeTensors``, ``MergeNumbers`` and ``MergeTile``.
+    tokens]. A piece has ``batch`` groups of ``size`` tokens, which begin ``step`` tokens apart from
+    ``begin`` on: [batch, size, heads, HEAD_DIM_V] and [batch, heads, size], contiguous. Tokens from
+    ``first`` to ``last`` are written; ``out`` and ``lse`` may be those of a piece with all tokens
+    in one group. The parameters are the fields of ``MergeTensors``, ``MergeNumbers`` and
+    ``MergeTile``.
     """
     pid = tl.program_id(0)
-    # neighbours are heads of the same tokens, which lie together
+    # neighbouring programs: heads of the same tokens, which are adjacent in memory
     head = pid % heads
     token = first + (pid // heads).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = token < last
@@ -72,7 +72,7 @@ def merge_kernel(
         row3, lse_at3, seen3 = place(token, inside, head, heads, begin3, size3, step3, batch3)
         lse3 = load_lse(lse3_ptr, lse_at3, seen3)
         largest = tl.maximum(largest, lse3)
-    # where no piece saw a key
+    # 0 where no piece saw a key
     shift = tl.where(largest > NEG_INF, largest, 0.0)
     cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     weight0 = tl.exp(lse0 - shift)  # [BLOCK]
@@ -88,7 +88,7 @@ def merge_kernel(
         weight3 = tl.exp(lse3 - shift)
         total += weight3
         acc += weighted(out3_ptr, row3, cols, weight3, HEAD_DIM_V)
-    # warps share rows: all have read before one overwrites the first piece
+    # warps share rows: all must have read before one overwrites the first piece
     tl.debug_barrier()
     if lse_ptr is not None:
         acc = acc * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
@@ -101,7 +101,7 @@ def merge_kernel(
 
 @triton.jit
 def place(token, inside, head, heads, begin, size, step, batch):
-    """Return the row of each token in a piece, that of its LSE, and whether it is in the piece."""
+    """Return each token's row in a piece, the index of its LSE, and whether the piece has it."""
     since = tl.where(inside, token - begin, -1)
     one = since // step
     at = since % step
@@ -112,7 +112,7 @@ def place(token, inside, head, heads, begin, size, step, batch):
 
 @triton.jit
 def load_lse(lse_ptr, at, seen):
-    """Load the LSE; -inf outside of the piece. Without one the weight of a row is 1 or 0."""
+    """Load the LSE, -inf outside of the piece; without an LSE return 0, so that weights are 1."""
     if lse_ptr is not None:
         lse = tl.load(lse_ptr + at, mask=seen, other=NEG_INF)
     else:

@@ -1,4 +1,4 @@
-"""A kernel that does nothing for a while; see ``sharded_plans.give_way``."""
+"""A kernel that only waits; see ``launch.give_way``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["nanoseconds"])
 def wait_kernel(x_ptr, nanoseconds):
-    """Return after so many nanoseconds. One program is enough; ``x_ptr`` says on which device."""
+    """Return after ``nanoseconds``. One program is enough; ``x_ptr`` only selects the device."""
     now = tl.extra.cuda.globaltimer()
     end = now + nanoseconds
     while now < end:

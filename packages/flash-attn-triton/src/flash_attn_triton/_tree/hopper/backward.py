@@ -1,8 +1,8 @@
-"""Backward pass over a tree on Hopper: the dense consumers, whose producer warp goes down the tree.
+"""Backward pass over a tree on Hopper: the dense consumers with a producer that walks the tree.
 
-A program owns a block of keys of one segment. Its producer brings the queries of that segment, then
-those of all segments below, of all query heads of the group, and says of each tile where its sums
-of dq lie. So the consumers meet one list of tiles: first those that need a mask, then the others.
+A program owns a block of keys of one segment. Its producer copies the queries of that segment, then
+the queries of all segments below, of all query heads of the group, and passes on where each tile's
+sums of dq lie. So the consumers walk one list of tiles: first masked tiles, then whole ones.
 """
 
 from ..._dense.hopper.backward.blocks import locate_keys, query_tiles
@@ -28,7 +28,7 @@ from ..._linked.hopper.pipeline import EMPTY, barrier_sync, coordinates
 from .path import next_below, run_of
 from .structures import Descent, Place, Run, TreeNumbers
 
-# a row behind every key
+# a row after every key
 BEHIND = gl.constexpr(1 << 30)
 POINTERS = ("cu_seqlens_ptr", "parents_ptr")
 
@@ -58,14 +58,14 @@ def _options(group, has_softcap):
 def _find_block(tensors, numbers, below_ptr, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Return ``(block, own, walk)``: a program's block of keys, and the queries that see it.
 
-    ``own`` are tiles of its own segment, of one head. ``walk`` counts tiles of all segments and of
-    all heads of the group.
+    ``own`` is the ``Walk`` over its own segment, of one head. ``walk`` counts tiles of all segments
+    and of all heads of the group.
     """
     # causal within the own segment
     OPTIONS: gl.constexpr = _options(GROUP, False)
     found = locate_keys(gl.program_id(0), tensors, numbers, True, False, TILE.BLOCK_N)
     len_k = found.len_k
-    # a slot without a block: beyond the end, where nothing is read or written
+    # a slot without a block gets keys after the end, which are neither read nor written
     first_key = gl.where(found.block < 0, gl.cdiv(len_k, TILE.BLOCK_N), found.block) * TILE.BLOCK_N
     own = query_tiles(first_key, 0, found.len_q, len_k, numbers, False, OPTIONS, TILE)
     is_seen = own.end > own.begin
@@ -94,14 +94,14 @@ def _find_block(tensors, numbers, below_ptr, GROUP: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _copy_step(turn, run, place, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy a tile of queries, of one head, and of what belongs to them."""
+    """Copy a tile of queries of one head, and its output gradient, LSE, delta and place."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     maps, pipeline, tensors = program.maps, program.pipeline, program.tensors
     index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
     head, row = place.head, place.row
     inside = row + index < run.length
     rows_at = head.to(gl.int64) * program.block.row_pitch + run.start + row
-    # beyond the end an exponential is 0, as it is in a row that sees no key
+    # inf makes the exponentials 0: after the last row, and in fully masked rows
     lse2 = gl.load(tensors.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
     delta = gl.load(tensors.delta_ptr + rows_at + index, mask=inside, other=0.0)  # [BLOCK_M]
     where = coordinates(0, head, run.start, run.length, row, True)
@@ -126,10 +126,10 @@ def _copy_step(turn, run, place, program, OPTIONS: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the block's keys and values, then tiles of queries and of what belongs to them.
+    """Copy the block's keys and values, then tiles of queries, output gradients, LSE and delta.
 
-    Those of the own segment that the diagonal cuts come first, of all heads, then its others, then
-    those of the segments below, in preorder.
+    The tiles of the own segment that the diagonal cuts come first, of all heads; then its other
+    tiles; then the tiles of the segments below, in preorder.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     GROUP: gl.constexpr = OPTIONS.GROUP
@@ -219,13 +219,13 @@ def tree_backward_kernel(
 ):
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
-    There ``p = exp2(s - lse2)`` and ``ds = p (dout v^T - delta)``, over the queries of the block's
-    segment and of all below. The parameters are the fields of ``Maps``, ``TreeTensors``,
+    ``p = exp2(s - lse2)`` and ``ds = p (dout v^T - delta)``, over the queries of the block's
+    segment and of all segments below. The parameters are the fields of ``Maps``, ``TreeTensors``,
     ``TreeNumbers``, ``TreeOptions`` and ``Tile``.
     """
     dtype: gl.constexpr = q_desc.dtype
     OPTIONS: gl.constexpr = _options(GROUP, HAS_SOFTCAP)
-    # the list that the consumers walk is of all heads
+    # the consumers' list contains the tiles of all heads, as if there were one head
     LISTED: gl.constexpr = _options(1, HAS_SOFTCAP)
     TILE: gl.constexpr = Tile(
         BLOCK_M,

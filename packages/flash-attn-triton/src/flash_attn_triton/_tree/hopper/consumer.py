@@ -1,8 +1,8 @@
 """The consumer warpgroups of the forward over a tree.
 
-They do with each tile of keys what the walk of the dense forward does. Of a path they know only how
-many tiles there are: those of their own segment that the diagonal cuts, then one for each segment
-above that does not end with a tile, then whole ones.
+They run the walk of the dense forward on each tile of keys. Of a path they know only the numbers of
+tiles: first the tiles of their own segment that the diagonal cuts, then one tile for each segment
+above that does not fill its last tile, then whole tiles.
 """
 
 from ..._dense.hopper.forward.alibi import CUT, WHOLE
@@ -29,7 +29,7 @@ from ..._linked.hopper.pipeline import (
 from .producer import TAILS, WHOLES
 from .structures import Path
 
-# a row behind every key
+# a row after every key
 BEHIND = gl.constexpr(1 << 30)
 
 
@@ -66,7 +66,7 @@ def _attend(
     """Fold all tiles of keys but the first into the softmax; return the ``State``."""
     own = path.own
     if TILE.WARPGROUPS * TILE.ROWS > TILE.BLOCK_N:
-        # more than the first tile may meet the diagonal
+        # the diagonal may cut more than the first tile
         state = fold(
             state,
             own.right,
@@ -117,12 +117,12 @@ def consume(
     TILE: gl.constexpr,
 ):
     """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    # the exponential's multiply-add applies the scale; it is positive, so the maximum commutes
     factor = problem.scale * LOG2E
     if OPTIONS.HAS_SOFTCAP:
         factor = 1.0
     if W == TILE.WARPGROUPS - 1:
-        # give warpgroup 0 the first turn
+        # the ping-pong begins with warpgroup 0
         barrier_arrive(TURN, 256, 4)
     if TILE.PIPELINE:
         _consume_pipelined(factor, out_descs, pipeline, tails_s, problem, W, OPTIONS, TILE)
@@ -130,7 +130,7 @@ def consume(
         _consume_one_by_one(factor, out_descs, pipeline, tails_s, problem, W, OPTIONS, TILE)
     tma.store_wait(0)
     if W == 0:
-        # take the last turn, so that nobody is left at the barrier
+        # wait for the last signal of the ping-pong, so that the barrier ends empty
         barrier_sync(TURN, 256, 4)
 
 
@@ -145,7 +145,7 @@ def _consume_one_by_one(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Finish each block of queries before the next one begins."""
+    """Finish each block of queries before the next block begins."""
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
     path = _receive(pipeline, count, problem, W, OPTIONS, TILE)
@@ -170,7 +170,7 @@ def _consume_pipelined(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Begin each block of queries beside the last product of the block ahead of it."""
+    """Begin each block of queries while the last product of the block before it runs."""
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
     path = _receive(pipeline, count, problem, W, OPTIONS, TILE)

@@ -47,10 +47,11 @@ def tree_forward_kernel(
 ):
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over the keys of a path.
 
-    The programs are persistent and warp-specialised, as those of ``forward_kernel``. The parameters
-    are the fields of ``TreeForwardTensors``, ``TreeForwardNumbers``, ``TreeOptions`` and ``Tile``.
+    The programs are persistent and warp-specialised, like those of ``forward_kernel``. The
+    parameters are the fields of ``TreeForwardTensors``, ``TreeForwardNumbers``, ``TreeOptions`` and
+    ``Tile``.
     """
-    # heads do not share a tile; causal within the own segment
+    # no GQA packing; causal within the own segment
     OPTIONS: gl.constexpr = Options(
         GROUP, 1, False, True, HAS_SOFTCAP, True, False, False, False, False
     )
@@ -95,7 +96,7 @@ def tree_forward_kernel(
     pipeline = make_pipeline((q_desc,), (k_desc,), (v_desc,), (out_desc,), TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tails_s = gl.allocate_shared_memory(gl.int32, [STAGES_K, 1], PLAIN)
-    # the consumers' numbers end with WARPGROUPS - 1; with two of them the first line is left out
+    # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),

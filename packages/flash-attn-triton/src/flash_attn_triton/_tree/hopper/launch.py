@@ -1,4 +1,4 @@
-"""The host side of the kernels for trees on Hopper: tensor maps, launches."""
+"""The host side of the tree kernels on Hopper: tensor maps, launches."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from .structures import (
 
 
 class HopperTreeForward:
-    """The forward pass over trees of one form."""
+    """The forward launcher of a signature."""
 
     def __init__(self, form: Form, x: Tensors, tile: HopperTile | None = None) -> None:
         self._form = form
-        # these tiles are not cut into panels
+        # no panels here
         wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
         tile = tile or hopper_tile(form.widest_head, True)
         self._block = tile.block_m
@@ -81,11 +81,11 @@ class HopperTreeForward:
         )
 
     def takes(self, tokens: int) -> bool:
-        """Say whether a call with so many tokens has few enough tickets, which have 32 bits."""
+        """Tell whether the 32-bit tile counter can count the blocks of so many tokens."""
         return self._total(tokens) <= MAX_TICKETS
 
     def __call__(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of tensors as ``readable`` leaves them, of at least one token."""
+        """Return ``(out, lse)``; the tensors have passed ``readable``, and have a token."""
         form, q = self._form, x.q
         tokens = q.shape[0]
         out = q.new_empty((*q.shape[:-1], form.head_dim_v))
@@ -113,7 +113,7 @@ class HopperTreeForward:
 
 
 class HopperTreeBackward:
-    """The gradients of q, k and v over trees of one form."""
+    """The launcher of dq, dk and dv for a signature."""
 
     def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
         self._form = form
@@ -136,19 +136,19 @@ class HopperTreeBackward:
         )
         constants = _options(form)._asdict() | shape._asdict()
         self._constants = {**constants, "num_warps": 4, "maxnreg": REGISTERS}
-        # by strides of the output's gradient, in which calls of one form differ
+        # by strides of the output's gradient, which the signature does not fix
         self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
         self._link = Links()
         self._count = Launch(
             count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
         )
-        # no row is ahead of all keys
+        # no row comes before all keys
         rounding = RoundingConstants(False, tile.block_m, form.head_dim, wide, narrow)
         self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
         self._maps = BackwardMaps(form, tile, ragged=True)
 
     def new_sums(self, q: Tensor) -> Tensor:
-        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
+        """Allocate the sums of dq, by tiles of queries; the caller sets them to 0."""
         return q.new_empty(*self._maps.sums_shape(self._slots(q)), dtype=torch.float32)
 
     def _slots(self, q: Tensor) -> int:
@@ -158,7 +158,7 @@ class HopperTreeBackward:
     def __call__(
         self, x: Tensors, inputs: Inputs, parents: Tensor, grads: tuple[Tensor, ...], sums: Tensor
     ) -> None:
-        """Fill the gradients of q, k and v; ``sums`` are those of ``new_sums``, set to 0."""
+        """Fill the gradients of q, k and v; ``sums`` are ``new_sums``, set to 0."""
         form, tile, scalars = self._form, self._tile, self._form.scalars
         q, k, v, dout = inputs[:4]
         dq, dk, dv = grads

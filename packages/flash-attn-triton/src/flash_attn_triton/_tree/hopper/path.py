@@ -1,4 +1,4 @@
-"""How the kernels for trees on Hopper get about; as ``portable/walk.py`` has it."""
+"""Walks of the tree kernels on Hopper; the same as in ``portable/walk.py``."""
 
 from ..._linked.hopper.compat import gl, gluon
 from .structures import Run
@@ -6,7 +6,7 @@ from .structures import Run
 
 @gluon.jit
 def run_of(segment, segments, cu_seqlens_ptr):
-    """Return the tokens of a segment; no number of a segment gives a run without tokens."""
+    """Return the ``Run`` of a segment; it is empty if ``segment`` is not a segment."""
     is_real = (segment >= 0) & (segment < segments)
     start = gl.load(cu_seqlens_ptr + segment, mask=is_real, other=0)
     end = gl.load(cu_seqlens_ptr + segment + 1, mask=is_real, other=0)
@@ -15,7 +15,7 @@ def run_of(segment, segments, cu_seqlens_ptr):
 
 @gluon.jit
 def parent_of(segment, segments, parents_ptr):
-    """Return the segment above, -1 for none; wrong values end the walk and no more."""
+    """Return the parent of a segment, -1 for none; a wrong value only ends the walk."""
     is_real = (segment >= 0) & (segment < segments)
     parent = gl.load(parents_ptr + segment, mask=is_real, other=-1)
     return gl.where(parent < segment, parent, -1)

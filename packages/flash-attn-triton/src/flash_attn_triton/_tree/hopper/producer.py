@@ -1,4 +1,4 @@
-"""The producer warp of the forward over a tree: it alone follows the path from a segment up."""
+"""The producer warp of the forward over a tree: only it follows the path from a segment up."""
 
 from ..._dense.hopper.forward.producer import (
     copy_keys,
@@ -26,14 +26,14 @@ from ..._linked.hopper.pipeline import (
 from .path import parent_of, run_of
 from .structures import Counted, Run
 
-# what an announcement says beside the numbers of a ``Block``
+# fields of an announcement after those of a ``Block``
 TAILS = gl.constexpr(6)
 WHOLES = gl.constexpr(7)
 
 
 @gluon.jit
 def count_above(segment, problem, schedule, TILE: gl.constexpr):
-    """Return how many tiles of keys the segments above this one have: ``Counted``."""
+    """Count the tiles of keys of the segments above this one."""
     tails = 0
     wholes = 0
     above = parent_of(segment, problem.batch, schedule.parents_ptr)
@@ -47,10 +47,10 @@ def count_above(segment, problem, schedule, TILE: gl.constexpr):
 
 @gluon.jit
 def next_block(ticket, total, search, problem, schedule, TILE: gl.constexpr):
-    """Return the number of tickets, the advanced ``Search``, the ``Task`` and what is above it.
+    """Return the number of blocks, the advanced ``Search``, the ``Task`` and its ``Counted``.
 
     The last segments are the deepest, and their last blocks have the longest walks: they come
-    first. Tokens around the segments are two more segments, which see no key.
+    first. Padding before and after the segments counts as two more segments, which see no key.
     """
     BLOCK_M: gl.constexpr = TILE.WARPGROUPS * TILE.ROWS
     first, before = search
@@ -61,7 +61,7 @@ def next_block(ticket, total, search, problem, schedule, TILE: gl.constexpr):
     segment, place, first, before, blocks = find_block(
         slot, first, before, starts, segments, tokens, BLOCK_M, True
     )
-    # the host only knows an upper bound of the number of tickets
+    # the host only knows an upper bound of the number of blocks
     total = gl.where(slot < blocks, total, blocks * heads)
     is_real = (segment >= 0) & (segment < segments)
     start = gl.load(starts + segment, mask=is_real | (segment == segments), other=0)
@@ -75,7 +75,7 @@ def next_block(ticket, total, search, problem, schedule, TILE: gl.constexpr):
 
 @gluon.jit
 def _announce(task, tails, wholes, index, count, pipeline):
-    """Pass the numbers of a block of queries to the consumers through shared memory."""
+    """Announce a block of queries to the consumers through shared memory."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
@@ -91,7 +91,7 @@ def _announce(task, tails, wholes, index, count, pipeline):
 
 @gluon.jit
 def _copy_keys(descs, where, keys, turn, pipeline, tails_s, TILE: gl.constexpr):
-    """Copy a tile of keys, and say how many there are from its first one on: ``keys``, ``[1]``."""
+    """Copy a tile of keys, and store ``keys``, ``[1]``, its number of keys, in ``tails_s``."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     stage = turn % TILE.STAGES_K
     if turn >= TILE.STAGES_K:
@@ -102,7 +102,7 @@ def _copy_keys(descs, where, keys, turn, pipeline, tails_s, TILE: gl.constexpr):
 
 @gluon.jit
 def _copy_values(descs, head, start, length, row, turn, pipeline, TILE: gl.constexpr):
-    """Copy the tile of values that begins at a row of a run of tokens."""
+    """Copy the tile of values that begins at ``row`` of a run of tokens."""
     copy_keys(
         descs,
         coordinates(0, head, start, length, row, True),
@@ -129,9 +129,9 @@ def produce(
 ):
     """Copy queries, keys and values by TMA into shared memory, in the order of their use.
 
-    Two sweeps go up the path: for the tiles that need a mask, and for whole ones. So the consumers
-    meet all whole tiles in one loop, whatever segments they are of. Beside a tile's keys stands in
-    ``tails_s`` how many there are from its first one on.
+    Two sweeps go up the path: the first for tiles that need a mask, the second for whole tiles. So
+    one loop of the consumers takes the whole tiles of all segments. ``tails_s`` holds, for each
+    tile, the number of its segment's keys from the tile's first key on.
     """
     BLOCK_M: gl.constexpr = TILE.WARPGROUPS * TILE.ROWS
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
@@ -141,7 +141,7 @@ def produce(
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
     zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
     segments = problem.batch
-    total = schedule.total  # tickets
+    total = schedule.total  # blocks of queries, of all programs
     count = 0  # blocks of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
@@ -154,8 +154,8 @@ def produce(
         _announce(task, above.tails, above.wholes + right, index, count, pipeline)
         head_k = task.head // OPTIONS.GROUP
         is_first = True
-        # of the tile whose values come next; not the block's own numbers: a loop that assigns a
-        # name what it held already is taken for one that leaves it as it is
+        # the tile whose values come next. They begin as constants: if they began as the block's
+        # own values, the compiler would take the loop's first assignment for no change
         last_start = 0
         last_length = 0
         last_row = 0
@@ -178,10 +178,10 @@ def produce(
                             where = coordinates(0, task.head, task.q_start, task.len_q, at, True)
                             copy_queries(where, buffer, count, q_descs, pipeline, TILE)
                         if TILE.PIPELINE:
-                            # the counter answers while the first keys arrive
+                            # the atomic runs while the first keys arrive
                             ticket = take_ticket(schedule)
                     else:
-                        # values are copied one tile behind keys
+                        # values are copied one tile after their keys
                         _copy_values(
                             v_descs,
                             head_k,
@@ -211,7 +211,8 @@ def produce(
     _announce(Task(-1, -1, -1, -1, -1, -1, -1), 0, 0, index, count, pipeline)
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
-            # the product beside the last one of all reads rows past every end: zeros
+            # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box
+            # with zeros for it
             where = coordinates(0, 0, 0, 0, 0, True)
             _copy_keys(k_descs, where, zero, turn, pipeline, tails_s, TILE)
             turn += 1
@@ -221,5 +222,5 @@ def produce(
     drain(turn, EMPTY, STAGES_K, PARTIES)
     drain(turn_v, EMPTY + STAGES_K, STAGES_V, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:
-        # this program took the last ticket of all: reset the counter for the next launch
+        # this program took the last number of all: reset the counter for the next launch
         gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")

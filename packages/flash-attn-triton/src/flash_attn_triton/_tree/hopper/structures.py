@@ -1,6 +1,6 @@
-"""Structures of arguments of the kernels for trees on Hopper, beside those of the dense ones.
+"""Structures of arguments of the tree kernels on Hopper, in addition to those of the dense kernels.
 
-As there, upper-case fields are constants of a build and lower-case fields values at run time.
+Fields in upper case are constants of a build; fields in lower case are run-time values.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class TreeForwardNumbers(NamedTuple):
     segments: Any
     heads_q: Any
     tokens: Any
-    total: Any  # an upper bound of the number of tickets
+    total: Any  # an upper bound of the number of blocks of queries
 
 
 class TreeOptions(NamedTuple):
-    """Constants of the form of a call."""
+    """Constants of a call's signature."""
 
     GROUP: Any  # query heads per key head
     HAS_SOFTCAP: Any
 
 
 class TreeSchedule(NamedTuple):
-    """What the producer of the forward alone reads."""
+    """Values that only the producer of the forward reads."""
 
-    ticket_ptr: Any  # counts the blocks of queries that programs have taken
+    ticket_ptr: Any  # tile counter: the blocks of queries that programs have taken
     parents_ptr: Any
     total: Any
 
@@ -53,24 +53,24 @@ class TreeSchedule(NamedTuple):
 class Run(NamedTuple):
     """The tokens of one segment: a run of keys, or of queries."""
 
-    segment: Any  # -1: there is none
+    segment: Any  # -1: none
     start: Any
     length: Any
 
 
 class Counted(NamedTuple):
-    """The tiles of keys of all segments above a block's own."""
+    """The numbers of tiles of keys in all segments above a block's own."""
 
-    tails: Any  # those that a segment does not fill
-    wholes: Any  # the others
+    tails: Any  # tiles that a segment does not fill
+    wholes: Any  # tiles that a segment fills
 
 
 class Path(NamedTuple):
-    """What a warpgroup's rows of a block walk over: keys of their own segment, and those above."""
+    """The keys that a warpgroup's rows of a block see: of their own segment, and all above."""
 
     own: Any  # the ``Walk`` over their own segment
-    tails: Any  # tiles of other segments that these do not fill
-    wholes: Any  # tiles that all rows see whole, of all segments
+    tails: Any  # number of tiles that a segment above does not fill
+    wholes: Any  # number of tiles that all rows see whole, in all segments
 
 
 # ---- backward
@@ -80,7 +80,7 @@ class TreeTensors(NamedTuple):
     """The tensors of ``tree_backward_kernel`` that have no map."""
 
     lse2_ptr: Any  # base-2 LSE: [heads_q, tokens]
-    delta_ptr: Any  # of the same shape
+    delta_ptr: Any  # [heads_q, tokens]
     cu_seqlens_ptr: Any
     parents_ptr: Any
     links_ptr: Any  # [2, segments]; see ``link_kernel``
@@ -95,12 +95,12 @@ class TreeNumbers(NamedTuple):
     segments: Any
     heads_k: Any
     tokens: Any
-    tiles_q: Any  # slots that hold the tiles of queries of all segments
-    tiles_k: Any  # and the blocks of keys
+    tiles_q: Any  # slots for the tiles of queries of all segments
+    tiles_k: Any  # slots for the blocks of keys of all segments
 
 
 class Descent(NamedTuple):
-    """What the producer of the backward follows to the segments below."""
+    """Values with which the producer of the backward finds the segments below."""
 
     cu_seqlens_ptr: Any
     parents_ptr: Any
@@ -114,6 +114,6 @@ class Place(NamedTuple):
     """A tile of queries in the list of a program."""
 
     head: Any
-    row: Any  # of its run
-    first_row: Any  # the row that its first query is for the mask
-    dq_tile: Any  # the tile in the sums of dq
+    row: Any  # first row, within the run
+    first_row: Any  # first row as the mask counts it
+    dq_tile: Any  # index of the tile in the sums of dq

@@ -1,8 +1,9 @@
 """Backward pass over a tree: dq walks up to the root as the forward does, dk and dv walk down.
 
-A program that owns a block of keys meets the queries of its own segment and of all segments below,
-in preorder, and adds them up in registers: no atomics, and the result repeats bit for bit. The
-walks over one segment are those of the dense ``backward_dq`` and ``backward_dkdv``.
+A program that owns a block of keys walks the queries of its own segment and of all segments below,
+in preorder, and sums their gradients in registers. So there are no atomics, and the result repeats
+bit for bit. Within one segment it uses the walks of the dense ``backward_dq`` and
+``backward_dkdv``.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def tree_dq_kernel(
     """``dq = scale * ds k`` over the keys of a path, with ``ds = p * (dout v^T - delta)``.
 
     One program writes one block of rows of one query head. The parameters are the fields of
-    ``Inputs``, ``dq_ptr``, those of ``Tree``, ``TreeNumbers``, ``TreeGradientStrides``, ``Options``
-    and ``Tile``.
+    ``Inputs``, ``dq_ptr``, and the fields of ``Tree``, ``TreeNumbers``, ``TreeGradientStrides``,
+    ``Options`` and ``Tile``.
     """
     OPTIONS: tl.constexpr = Options(GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BIAS_BYTES)
     TILE: tl.constexpr = Tile(
@@ -97,7 +98,7 @@ def tree_dq_kernel(
     last_row = tl.minimum(first_row + BLOCK_M, length) - 1
     while above >= 0:
         k_start, seqlen_k = bounds_of(cu_seqlens_ptr, above)
-        # causal within the own segment; of one above, all is visible
+        # causal within the own segment; a segment above is visible as a whole
         diagonal = tl.where(above == segment, 0, seqlen_k)
         scores = Scores(scale, softcap, 0, 0, diagonal, length, seqlen_k, -1, 0, None, 0, 1.0)
         walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
@@ -199,7 +200,7 @@ def tree_dkdv_kernel(
     first_key = block * BLOCK_N
     while below >= 0:
         q_start, seqlen_q = bounds_of(cu_seqlens_ptr, below)
-        # causal within the own segment; of one below, all is visible
+        # causal within the own segment; a segment below sees all keys
         diagonal = tl.where(below == segment, 0, length)
         scores = Scores(scale, softcap, 0, 0, diagonal, seqlen_q, length, -1, 0, None, 0, 1.0)
         walk = query_range(first_key, first_key + BLOCK_N - 1, scores, OPTIONS, BLOCK_M)

@@ -1,7 +1,7 @@
 """Forward pass over a tree: one program owns a block of queries and walks up to the root.
 
-The walk over the keys of one segment is that of the dense forward: whole tiles, then those that the
-diagonal or the end of the segment cuts.
+The walk over the keys of one segment is the walk of the dense forward: whole tiles, then tiles that
+the diagonal or the end of the segment cuts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def tree_forward_kernel(
     last_row = tl.minimum(first_row + BLOCK_M, length) - 1
     while above >= 0:
         k_start, seqlen_k = bounds_of(cu_seqlens_ptr, above)
-        # causal within the own segment; of one above, all is visible
+        # causal within the own segment; a segment above is visible as a whole
         diagonal = tl.where(above == segment, 0, seqlen_k)
         scores = Scores(scale, softcap, 0, 0, diagonal, length, seqlen_k, -1, 0, None, 0, 1.0)
         walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)

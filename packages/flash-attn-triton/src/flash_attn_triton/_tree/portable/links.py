@@ -1,4 +1,4 @@
-"""The launch that finds what hangs below each segment, for all backward kernels over trees."""
+"""The launch that links each segment to its children, for all tree backward kernels."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..._linked.launch.runtime import Launch
 from .structures import LinkTensors
 from .walk import link_kernel
 
-# segments that a program links
+# segments per program
 LINKS = 64
 
 
 class Links:
-    """What hangs below each segment; see ``link_kernel``."""
+    """The launch of ``link_kernel``."""
 
     def __init__(self) -> None:
         self._launch = Launch(link_kernel, {"BLOCK": LINKS, "num_warps": 4})
 
     def __call__(self, parents: Tensor) -> Tensor:
-        """Return ``[2, segments]``."""
+        """Return the links, ``[2, segments]``."""
         segments = parents.shape[0]
         links = parents.new_empty((2, segments))
         self._launch(cdiv(segments, LINKS), LinkTensors(parents, links), (segments,))

@@ -1,4 +1,4 @@
-"""What the launches of the kernels for trees pass, beside ``Inputs``, ``Tile`` and the options."""
+"""Structures of the portable tree kernels, in addition to ``Inputs``, ``Tile`` and the options."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class TreeForwardTensors(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """The tensors of the backward that make the tree, behind the gradients."""
+    """The tensors of the backward that describe the tree; they come after the gradients."""
 
     cu_seqlens_ptr: Any
     parents_ptr: Any
 
 
 class LinkTensors(NamedTuple):
-    """The tensors of the kernel that links segments."""
+    """The tensors of ``link_kernel``."""
 
     parents_ptr: Any
     links_ptr: Any
 
 
 class CountTensors(NamedTuple):
-    """The tensors of the kernel that counts tiles of queries below segments."""
+    """The tensors of ``count_below_kernel``."""
 
     cu_seqlens_ptr: Any
     parents_ptr: Any
@@ -48,7 +48,7 @@ class TreeNumbers(NamedTuple):
     segments: Any
     heads_q: Any
     tokens: Any
-    tiles: Any  # slots that hold the blocks of all segments
+    tiles: Any  # slots for the blocks of all segments
     stride_qs: Any
     stride_qh: Any
     stride_ks: Any

@@ -1,7 +1,7 @@
-"""How the kernels for trees get about: up from a segment to its root, or down to all below it.
+"""Walks of the tree kernels: up from a segment to its root, or down to all segments below it.
 
-Every run of keys or queries on the way is one segment, walked from its first token. So what a path
-comes to does not depend on where its segments lie, nor on what else hangs in the tree.
+Every run of keys or queries on the way is one segment, walked from its first token. So the result
+of a path depends neither on where its segments lie nor on the rest of the tree.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..._dense.portable.schedule import find_sequence
 
 @triton.jit
 def locate_segment(cu_seqlens_ptr, slot, segments, tokens, BLOCK: tl.constexpr):
-    """Return ``(block, segment, start, length)`` of a slot; ``block`` is -1 if it holds none.
+    """Return ``(block, segment, start, length)`` of a slot; ``block`` is -1 for an empty slot.
 
-    Tokens ahead of the segments and behind them are two more, -1 and ``segments``.
+    Padding before and after the segments counts as two more segments, -1 and ``segments``.
     """
     segment = find_sequence(cu_seqlens_ptr, slot, segments, BLOCK)
     begin = tl.load(cu_seqlens_ptr + segment, mask=segment >= 0, other=0)
@@ -29,20 +29,20 @@ def locate_segment(cu_seqlens_ptr, slot, segments, tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def start_of(segment, segments):
-    """Return where a walk begins: at a segment, and nowhere (-1) for tokens that are in none."""
+    """Return the first segment of a walk; -1, so none, for padding."""
     return tl.where(segment < segments, segment, -1)
 
 
 @triton.jit
 def bounds_of(cu_seqlens_ptr, segment):
-    """Return where a segment starts, and its length."""
+    """Return the first token of a segment, and its length."""
     begin = tl.load(cu_seqlens_ptr + segment)
     return begin.to(tl.int64), tl.load(cu_seqlens_ptr + segment + 1) - begin
 
 
 @triton.jit
 def parent_of(parents_ptr, segment):
-    """Return the segment above, -1 for a root; wrong values end the walk and no more."""
+    """Return the parent of a segment, -1 for a root; a wrong value only ends the walk."""
     parent = tl.load(parents_ptr + segment)
     return tl.where(parent < segment, parent, -1)
 
@@ -69,7 +69,7 @@ def link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
     parent = tl.load(parents_ptr + own, mask=inside, other=-1)
     child = tl.zeros([BLOCK], tl.int32) + segments  # [BLOCK]
     sibling = child
-    # both stand behind the segment itself
+    # both come after the segment itself
     for first in range(begin, segments, BLOCK):
         other = first + tl.arange(0, BLOCK)  # [BLOCK]
         above = tl.load(parents_ptr + other, mask=other < segments, other=-1)
@@ -79,7 +79,7 @@ def link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
         is_sibling = (above[None, :] == parent[:, None]) & (other[None, :] > own[:, None])
         child = tl.minimum(child, tl.min(tl.where(is_child, other[None, :], segments), 1))
         sibling = tl.minimum(sibling, tl.min(tl.where(is_sibling, other[None, :], segments), 1))
-    # roots are nobody's children, so nobody asks for their siblings
+    # the siblings of roots are never read: no walk goes from root to root
     tl.store(links_ptr + own, tl.where(child < segments, child, -1), mask=inside)
     sibling = tl.where(sibling < segments, sibling, -1)
     tl.store(links_ptr + segments + own, sibling, mask=inside)
@@ -97,9 +97,10 @@ def count_below_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """``below[s] += sum(ceil(length_t / BLOCK_M))`` over all segments t below s; it is 0 before.
+    """``below[s] += sum(ceil(length_t / BLOCK_M))`` over all segments t below s.
 
-    The parameters are the fields of ``CountTensors``, ``segments`` and the two constants.
+    ``below`` is 0 before the launch. The parameters are the fields of ``CountTensors``,
+    ``segments`` and the two constants.
     """
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = own < segments
