@@ -1,7 +1,7 @@
-"""``python -m flash_attn_triton [check]``: versions, tiles, and a check of the kernels here.
+"""``python -m flash_attn_triton [check]``: versions, tiles, and a check of the kernels.
 
 On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
-Triton decides at its import whether to interpret.
+Triton decides at import time whether to interpret.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ._dense.tiles import backward_dkdv_tile, backward_dq_tile, forward_tile
 from ._linked.host.selfcheck import check_gradients, print_versions, run_command, short_name
 from ._reference.reference import attention_reference, varlen_attention_reference
 
-# on Hopper: calls that the portable kernels serve, and why; docs/how-it-works.md says the same
+# on Hopper: calls that run the portable kernels, and why; docs/how-it-works.md has the same list
 PORTABLE = (
     (
         "fp32",
@@ -94,7 +94,7 @@ PORTABLE = (
 
 
 def describe(platform: Platform) -> None:
-    """Print versions, which kernels serve which calls, and the tile of every shape class."""
+    """Print versions, the kernel of each kind of call, and the tiles."""
     print_versions(__version__)
     if platform.is_hopper and dense_tiles.HOPPER and has_gluon():
         print(f"platform {platform}; the Gluon kernels for Hopper serve fp16, bf16 and FP8:")
@@ -122,7 +122,7 @@ def describe(platform: Platform) -> None:
 
 
 def _print_hopper_tiles() -> None:
-    """Print the tiles of plain calls; a softcap, dropout and a bias take others."""
+    """Print the tiles of plain calls; a softcap, dropout and a bias have other tiles."""
     for head_dim in (64, 80, 96, 128, 160, 192, 256):
         panels = forward_panels(head_dim, head_dim, 2, False)
         full, causal = (
@@ -139,9 +139,9 @@ def _print_hopper_tiles() -> None:
 
 def check(device: torch.device) -> bool:
     """Compare the kernels with the float64 reference; print a line per case."""
-    # GQA, more keys than queries, tails behind every tile, unequal head dimensions
+    # GQA, more keys than queries, partial last tiles, unequal head dimensions
     good = _check(device, 33, 50, (24, 40))
-    if device.type == "cuda":  # what Hopper's kernels serve, in both passes, over several tiles
+    if device.type == "cuda":  # runs the Hopper kernels, in both passes, over several tiles
         good &= _check(device, 300, 450, (80, 64))
     return good
 

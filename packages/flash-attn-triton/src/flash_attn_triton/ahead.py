@@ -1,4 +1,4 @@
-"""Building the kernels of a call before it is made."""
+"""Build the kernels of a call ahead of time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .api import flash_attn_func, flash_attn_varlen_func
 
 
 class _Reached(Exception):
-    """A call was checked, and has come to its operator."""
+    """A call was checked and has reached its operator."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.arguments = arguments
 
 
 class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops a call where its operator begins, and draws no random numbers for it."""
+    """Stops a call at its operator, and draws no random numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,26 +34,26 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **options: Any) -> None:
-    """Compile all kernels that a call of this form would launch, side by side, and wait for them.
+    """Compile all kernels that a call with this signature would launch, in parallel, and wait.
 
-    The first call of a form compiles its kernels, which takes seconds where Triton's cache on disk
-    lacks them. This does it ahead. It computes nothing, writes to no tensor, and draws no random
-    numbers. On the CPU it checks the arguments alone.
+    The first call with a signature compiles its kernels, which takes seconds if Triton's cache on
+    disk does not have them. This function compiles them ahead of time. It computes nothing, writes
+    to no tensor, and draws no random numbers. On the CPU it only checks the arguments.
 
     Args:
-        q: queries of the call, or others of the same dtype, device and shape, of a typical length:
+        q: queries of the call, or any with the same dtype, device and shape, of a typical length:
             ``[batch, seqlen_q, heads_q, head_dim]``, packed ``[tokens_q, heads_q, head_dim]``.
-        k: keys, likewise.
-        v: values, likewise.
-        backward: compile the kernels of the gradients, too: of the bias where it requires one.
-            FP8 has none. Default: True.
+        k: keys of the call, or any with the same dtype, device and shape.
+        v: values of the call, or any with the same dtype, device and shape.
+        backward: also compile the kernels of the gradients, including the gradient of a bias that
+            requires one. FP8 has no gradients. Default: True.
         **options: the other arguments of the call: of :func:`flash_attn_varlen_func` if
             ``cu_seqlens_q`` is among them, else of :func:`flash_attn_func`.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on what the call itself does not offer.
+        NotImplementedError: on whatever the call itself does not offer.
     """
     check_flag("backward", backward)
     call: Any = flash_attn_varlen_func if "cu_seqlens_q" in options else flash_attn_func

@@ -48,80 +48,81 @@ def flash_attn_func(
 ) -> Result:
     """Softmax attention over sequences of one length, forward and backward.
 
-    Tiles of the score matrix are computed, used and forgotten (FlashAttention: Dao et al. 2022,
-    Dao 2023), so that memory is linear in the sequence length. For query i at the position
+    Tiles of the score matrix are computed, used and discarded (FlashAttention: Dao et al. 2022,
+    Dao 2023), so memory is linear in the sequence length. For query i at position
     ``i' = i + seqlen_k - seqlen_q`` and key j the score is::
 
         s = softmax_scale * q_i . k_j
         s = softcap * tanh(s / softcap)                    if softcap > 0
-        s = s - alibi_slope * |i' - j| + bias_ij           what is given of the two
-        s = -inf                                           where i does not see j
+        s = s - alibi_slope * |i' - j| + bias_ij           each term if it is given
+        s = -inf                                           if i does not see j
 
     and the output is ``sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))``.
 
     Args:
-        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16, fp32, or FP8 (e4m3) for
-            the forward pass alone. ``head_dim`` is from 1 to 256. Strides are free.
+        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16, fp32, or FP8 (e4m3,
+            forward only). ``head_dim`` is from 1 to 256. Any strides.
         k: keys, ``[batch, seqlen_k, heads_k, head_dim]``, dtype of ``q``. ``heads_q`` is a multiple
             of ``heads_k``: query head h reads KV head ``h // (heads_q // heads_k)``.
         v: values, ``[batch, seqlen_k, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is
             from 1 to 256.
-        dropout_p: probability of dropping an element of the softmax, in ``[0, 1)``; those kept are
-            scaled by ``1 / (1 - dropout_p)``. It counts as the nearest multiple of ``2**-16`` below
-            1: from ``2**-17`` down nothing is dropped. The draw depends on torch's generator and
-            the element's (batch, head, row, column) alone (Philox, Salmon et al. 2011).
-            Default: 0.0.
+        dropout_p: probability of dropping an element of the softmax, in ``[0, 1)``; kept elements
+            are scaled by ``1 / (1 - dropout_p)``. It is rounded to the nearest multiple of
+            ``2**-16`` below 1: from ``2**-17`` down nothing is dropped. The draw depends only on
+            torch's generator and the element's (batch, head, row, column) (Philox, Salmon et al.
+            2011). Default: 0.0.
         softmax_scale: factor of the scores, any number that is finite in fp32.
             Default: ``head_dim ** -0.5``.
-        causal: hide key j from query i unless ``j <= i'``: aligned to the bottom right.
-            Default: False.
-        window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 is
-            unlimited, as is None. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
+        causal: hide key j from query i unless ``j <= i'`` (aligned bottom-right). Default: False.
+        window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 or
+            None: unlimited. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``; without a gradient. Default: None.
-        deterministic: make gradients repeat bit for bit. On Hopper dq, and the gradient of a bias
-            that is shared, are otherwise added up in the order in which their parts come; all else
-            repeats anyway. Default: False.
-        return_attn_probs: return ``(out, lse, probabilities)``. The third is None without dropout;
-            with it, ``[batch, heads_q, seqlen_q, seqlen_k]`` in the dtype of ``q``, negative where
-            dropped: computed apart, with memory for the whole matrix, for tests. Default: False.
+        deterministic: make gradients repeat bit for bit. Otherwise, on Hopper, the parts of dq and
+            of the gradient of a shared bias are added in the order in which they arrive; all other
+            results repeat anyway. Default: False.
+        return_attn_probs: return ``(out, lse, probabilities)``, for tests. The third is None
+            without dropout; with dropout it is ``[batch, heads_q, seqlen_q, seqlen_k]`` in the
+            dtype of ``q``, negative where dropped. It is computed separately and takes memory for
+            the whole matrix. Default: False.
         bias: added to the scores, dtype of ``q`` or fp32; broadcasts to
             ``[batch, heads_q, seqlen_q, seqlen_k]``; -inf hides a key, and so does a number like
-            ``torch.finfo(dtype).min``: a row whose every score is -1e7 or less sees no key, and has
-            output 0 (``scaled_dot_product_attention`` takes a mean over all). Has a gradient.
+            ``torch.finfo(dtype).min``: a row whose scores are all at most -1e7 sees no key, and has
+            output 0 (``scaled_dot_product_attention`` takes a mean over all keys). Has a gradient.
             Default: None.
-        sinks: one more logit per head in the denominator, not scaled, without a value (Xiao et al.
-            2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Has a gradient. Default: None.
+        sinks: one more logit per head in the softmax denominator, not scaled and without a value
+            (Xiao et al. 2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Has a gradient.
+            Default: None.
         q_descale: factor of FP8 ``q``: fp32, one element or ``[batch, heads_k]``.
             Default: None (1.0).
-        k_descale: factor of FP8 ``k``, likewise.
-        v_descale: factor of FP8 ``v``, likewise.
+        k_descale: factor of FP8 ``k``, as ``q_descale``.
+        v_descale: factor of FP8 ``v``, as ``q_descale``.
         out_dtype: dtype of the output: fp16, bf16, fp32, or FP8 with ``out_scale``.
             Default: the dtype of ``q``, bf16 for FP8 inputs.
         out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
             largest number of the dtype. Default: None.
         return_lse: return ``(out, lse)``. Default: False.
-        invariant: make the output and the lse of a query depend on the query and the keys that it
-            sees alone, bit for bit: not on the queries beside it, on how a sequence is cut into
-            calls, nor on the batch; they equal those of ``paged_attn_func(..., invariant=True)`` of
-            the package prefix-prefill on the same keys. Gradients are computed as ever, from that
-            output and lse. Default: False.
-        s_aux: the name of ``sinks`` in FlashAttention-3. Default: None.
-        learnable_sink: their name in FlashAttention-4. Default: None.
+        invariant: make the output and the lse of a query depend, bit for bit, only on the query and
+            the keys that it sees: not on other queries, the batch, or how a sequence is cut into
+            calls. They equal those of ``paged_attn_func(..., invariant=True)`` of the package
+            prefix-prefill on the same keys. Gradients are computed as usual, from that output and
+            lse. Default: False.
+        s_aux: FlashAttention-3's name of ``sinks``. Default: None.
+        learnable_sink: FlashAttention-4's name of ``sinks``. Default: None.
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
-        natural logarithm of the whole denominator, fp32 ``[batch, heads_q, seqlen_q]``,
+        natural logarithm of the whole softmax denominator, fp32 ``[batch, heads_q, seqlen_q]``,
         differentiable; or ``(out, lse, probabilities)``. A query that sees no key has output 0 and
-        lse -inf, or the sink.
+        lse -inf, or the sink if there are sinks.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout;
-            on a gradient of slopes or scales; on forward-mode differentiation; beside
-            ``invariant``, on FP8, dropout, ``bias`` and ``alibi_slopes``.
+        NotImplementedError: on FP8 if the hardware lacks it, with a gradient or with dropout; on a
+            gradient of slopes or scales; on forward-mode differentiation; with ``invariant``, on
+            FP8, dropout, ``bias`` and ``alibi_slopes``.
     """
     if unknown:
         dense_options.refuse_unknown(unknown)
@@ -227,40 +228,39 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Softmax attention over packed sequences of different lengths, forward and backward.
 
-    The mathematics, and the arguments not listed here, are those of :func:`flash_attn_func`, with
-    the lengths of each sequence in place of ``seqlen_q`` and ``seqlen_k``.
+    The formula, and the arguments not listed here, are those of :func:`flash_attn_func`, with the
+    lengths of each sequence in place of ``seqlen_q`` and ``seqlen_k``.
 
     Args:
-        q: queries, ``[tokens_q, heads_q, head_dim]``: sequence b is the rows
-            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Rows beyond the last are padding, whose
-            output is 0, lse -inf and gradient 0.
+        q: queries, ``[tokens_q, heads_q, head_dim]``: sequence b has the rows ``cu_seqlens_q[b]``
+            to ``cu_seqlens_q[b + 1]``. Rows after the last sequence are padding, with output 0, lse
+            -inf and gradient 0.
         k: keys, ``[tokens_k, heads_k, head_dim]``.
         v: values, ``[tokens_k, heads_k, head_dim_v]``.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous; int64 is converted.
-            On a GPU its values are the caller's duty: they are not read on the host.
-            :func:`validate_varlen` checks them.
-        cu_seqlens_k: likewise for keys.
-        max_seqlen_q: the longest sequence of queries: the size of ``bias`` and of the
-            probabilities. An upper bound is as good otherwise.
-        max_seqlen_k: likewise for keys.
+        cu_seqlens_q: offsets of the sequences of queries, int32 ``[batch + 1]``, contiguous; int64
+            is converted. On a GPU the values are not checked; :func:`validate_varlen` checks them.
+        cu_seqlens_k: offsets of the sequences of keys, as ``cu_seqlens_q``.
+        max_seqlen_q: the longest sequence of queries. ``bias`` and the probabilities have this
+            size; without them an upper bound will do.
+        max_seqlen_k: the longest sequence of keys, as ``max_seqlen_q``.
         alibi_slopes: fp32 ``[heads_q]`` or ``[batch, heads_q]``. Default: None.
         return_attn_probs: as in :func:`flash_attn_func`; the probabilities are
             ``[batch, heads_q, max_seqlen_q, max_seqlen_k]``, and with dropout the call waits for
             the device. Default: False.
-        block_table: not offered here: the package prefix-prefill serves paged keys and values.
+        block_table: must be None: use the package prefix-prefill for paged keys and values.
             Default: None.
         bias: broadcasts to ``[batch, heads_q, max_seqlen_q, max_seqlen_k]``, indexed by row and
             column within the sequence. Default: None.
         q_descale: fp32, one element or ``[batch, heads_k]``. Default: None (1.0).
-        k_descale: likewise.
-        v_descale: likewise.
+        k_descale: as ``q_descale``.
+        v_descale: as ``q_descale``.
         return_lse: return ``(out, lse)``. Default: False.
-        seqused_k: int32 ``[batch]``, how many keys of each sequence count, at most its length: the
-            first ones. Default: None (all).
-        invariant: as in :func:`flash_attn_func`; the keys of a sequence count from its first.
+        seqused_k: int32 ``[batch]``, how many of the first keys of each sequence are used, at most
+            its length. Default: None (all).
+        invariant: as in :func:`flash_attn_func`; keys are numbered from a sequence's first key.
             Default: False.
         s_aux: another name of ``sinks``. Default: None.
-        learnable_sink: likewise.
+        learnable_sink: another name of ``sinks``. Default: None.
 
     Returns:
         ``out``, ``[tokens_q, heads_q, head_dim_v]``; or ``(out, lse)`` with ``lse`` fp32
@@ -379,7 +379,7 @@ def _check(
     form: Hashable | None,
     returns_lse: bool,
 ) -> Checked:
-    """Check what both forms have in common, and keep what is known then."""
+    """Run the checks that fixed and packed calls share, and keep their result by signature."""
     heads_k = x.k.shape[-2]
     if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
         checks.check_extras(
@@ -406,7 +406,7 @@ def _check(
     needs_gradient, given = ops.needs_gradient(x), None
     if needs_gradient:
         *present, _ = (t is not None for t in x)
-        given = Given((*present, options.dropout_p > 0.0))  # its state is drawn for each call
+        given = Given((*present, options.dropout_p > 0.0))  # rng_state is drawn for each call
     plan = ops.plan_of(
         x, options, out_dtype, deterministic, invariant, needs_gradient=needs_gradient
     )
@@ -419,11 +419,11 @@ def _four_dimensional(bias: Tensor | None) -> Tensor | None:
 
 
 def _completed(x: Tensors, options: Options) -> Tensors:
-    """Return the tensors as the operators take them: a bias of four dimensions, and the draw."""
+    """Return the tensors for the operators: with a four-dimensional bias, and ``rng_state``."""
     if x.bias is not None and x.bias.ndim != 4:
         x = x._replace(bias=_four_dimensional(x.bias))
     if options.dropout_p > 0.0:
-        # drawn on the device: torch.manual_seed counts, and a CUDA graph draws anew at each replay
+        # drawn on the device: obeys torch.manual_seed, and a CUDA graph draws again in each replay
         state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x.q.device)
         x = x._replace(rng_state=state)
     return x

@@ -1,13 +1,13 @@
 """Context parallelism: each rank holds some of the tokens of every sequence.
 
-Queries stay where they are. Keys and values travel, the share of one rank at a time, while the
-products with those that came before run; partial results are merged by their log-sum-exp. The
-gradients of keys and values travel back in the same way. A rank has the keys of three ranks in
-memory at most, its own among them.
+Queries stay on their rank. Ranks exchange keys and values, one rank's share at a time, while the
+products with earlier keys run; partial results are merged by their log-sum-exp. Gradients of keys
+and values are sent back in the same way. A rank has the keys of at most three ranks in memory,
+including its own.
 
-Under a causal mask the last tokens see most keys. ``"zigzag"`` therefore gives each rank one part
-from the front of the sequence and one from its end, so that all have the same number of visible
-pairs (Zhu 2024; Brandon et al. 2023). Windows ask only those ranks that they reach.
+Under a causal mask the last tokens see most keys. So ``"zigzag"`` gives each rank one part from the
+front of the sequence and one from its end: all ranks then have the same number of visible pairs
+(Zhu 2024; Brandon et al. 2023). With a window, keys are exchanged only with the ranks in its reach.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over sequences that are cut across the ranks of a group.
 
-    Every rank of the group has to call it, forward and backward, in the same order. The
-    mathematics, and the arguments not listed here, are those of
-    :func:`flash_attn_triton.flash_attn_func`; results and gradients are those of one device that
-    holds all tokens.
+    Every rank of the group has to call it, forward and backward, in the same order. The formula,
+    and the arguments not listed here, are those of :func:`flash_attn_triton.flash_attn_func`;
+    results and gradients are those of one device that holds all tokens.
 
     Args:
         q: queries of this rank's tokens, ``[batch, tokens, heads_q, head_dim]``, as :func:`shard`
             cuts them; fp16, bf16 or fp32.
         k: keys of the same tokens, ``[batch, tokens, heads_k, head_dim]``, dtype of ``q``.
         v: values, ``[batch, tokens, heads_k, head_dim_v]``, dtype of ``q``.
-        sinks: ``[heads_q]``, the same on every rank. Their gradient is this rank's share, as that
-            of any parameter: the sum over the ranks is the whole. Default: None.
-        shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n;
-            ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
+        sinks: ``[heads_q]``, the same on every rank. Their gradient is this rank's share, like that
+            of any parameter: the sum over the ranks is the whole gradient. Default: None.
+        shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n parts;
+            ``"contiguous"`` gives it part r of n parts. Default: ``"zigzag"``.
         seqlen: the length of the whole sequences. Part p of m has
             ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold the same
             number).
         group: the process group. Default: None (all ranks).
         head_group: a second group, over which heads are distributed. Rank j of its m holds the
             contiguous part j of m of the tokens that a rank of ``group`` would hold, with all
-            heads; it attends with all of those tokens and ``1 / m`` of the heads, after an
-            all-to-all and before another one. m divides both numbers of heads, and ``group`` must
-            be given: a group of this rank alone if nothing else is cut. Default: None.
+            heads; between two all-to-alls it computes attention of all of those tokens and
+            ``1 / m`` of the heads. m divides both numbers of heads, and ``group`` must be given: a
+            group of this rank alone if nothing else is cut. Default: None.
         validate: first compare shapes, dtypes, options and sinks over the ranks, and raise on all
-            of them if they differ; it waits for the device. CPU tensors always do. Default: False.
+            ranks if they differ; this waits for the device. CPU calls always compare.
+            Default: False.
 
     Returns:
         ``out``, ``[batch, tokens, heads_q, head_dim_v]`` of this rank's tokens; or ``(out, lse)``
@@ -90,7 +90,7 @@ def flash_attn_func(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and where ranks differ.
+        ValueError: on a shape, a device or a range, and if ranks differ.
         NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
     at, heads_at = _where(group, head_group)
@@ -156,15 +156,15 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over packed sequences, of which each rank holds some tokens.
 
-    The arguments not listed here are those of :func:`flash_attn_func`. The mask is the plan's. Only
-    sequences that the plan cuts cost communication, and only if there are any.
+    The arguments not listed here are those of :func:`flash_attn_func`. The plan contains the mask.
+    Only sequences that the plan cuts cost communication.
 
     Args:
         q: queries of this rank's tokens, ``[tokens, heads_q, head_dim]``, as ``plan.shard`` cuts
             them.
         k: keys, ``[tokens, heads_k, head_dim]``.
         v: values, ``[tokens, heads_k, head_dim_v]``.
-        plan: which tokens each rank holds, and the mask.
+        plan: the tokens of each rank, and the mask.
 
     Returns:
         ``out``, ``[tokens, heads_q, head_dim_v]`` of this rank's tokens; or ``(out, lse)`` with
@@ -172,7 +172,7 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and where ranks differ.
+        ValueError: on a shape, a device or a range, and if ranks differ.
         NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
     at, heads_at = _where(group, head_group)
@@ -226,7 +226,7 @@ def _check(
     flags: tuple[bool, bool, bool],
     heads_at: Where | None,
 ) -> Options:
-    """Check what both forms have in common."""
+    """Run the checks that fixed and packed calls share."""
     q, k, v = qkv
     checks.check_qkv(q, k, v, ndim)
     if q.dtype not in FLOAT_DTYPES:
@@ -251,7 +251,7 @@ def _check(
 
 
 def _where(group: Any, head_group: Any) -> tuple[Where, Where | None]:
-    """Check the groups; return where this rank is in them."""
+    """Check the groups; return this rank's place in each."""
     check_group("group", group)
     if head_group is None:
         return where(group), None
@@ -267,7 +267,7 @@ def _agreed(
     places: tuple[Where, Where | None],
     validate: Any,
 ) -> Any:
-    """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
+    """Check this rank's arguments; if ranks compare their calls, all raise if one does."""
     if torch.compiler.is_compiling():
         return checked()
     try:
@@ -293,7 +293,6 @@ def _apply(
     validate: bool,
     needs_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Call the operators."""
     refuse_tangents(x)
     q, k, v, sinks = x
     compared = None

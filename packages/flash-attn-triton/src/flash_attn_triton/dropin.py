@@ -1,4 +1,4 @@
-"""The function under which inference engines know this kernel."""
+"""The drop-in for inference engines: the name and signature under which they call this kernel."""
 
 from typing import cast
 
@@ -28,38 +28,38 @@ def triton_attention(
     *,
     invariant: bool = False,
 ) -> tuple[Tensor, None]:
-    """Attend within packed sequences; a drop-in for engines, over :func:`flash_attn_varlen_func`.
+    """Compute attention of packed sequences: :func:`flash_attn_varlen_func` for engines.
 
     Args:
         q: queries, ``[tokens_q, heads_q, head_dim]``; fp16, bf16, fp32 or FP8 (e4m3).
         k: keys, ``[tokens_k, heads_k, head_dim]``, dtype of ``q``.
         v: values, ``[tokens_k, heads_k, head_dim_v]``, dtype of ``q``.
-        o: where the output goes, ``[tokens_q, heads_q, head_dim_v]``, any strides; its dtype is the
+        o: receives the output, ``[tokens_q, heads_q, head_dim_v]``, any strides; its dtype is the
             output's. None: allocated, in the dtype of ``q`` (bf16 for FP8 ``q``), or in FP8 with
             ``fp8_out_scale``.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``.
-        cu_seqlens_k: likewise for keys.
+        cu_seqlens_q: offsets of the sequences of queries, int32 ``[batch + 1]``.
+        cu_seqlens_k: offsets of the sequences of keys, int32 ``[batch + 1]``.
         max_seqlens_q: the longest sequence of queries.
-        max_seqlens_k: likewise for keys.
+        max_seqlens_k: the longest sequence of keys.
         causal: hide key j from query i unless ``j <= i + seqlen_k - seqlen_q``. Default: False.
         sm_scale: factor of the scores. Default: 1.0, not ``head_dim ** -0.5``.
         bias: added to the scaled scores, ``[1, heads_q, max_seqlens_q, max_seqlens_k]``, one for
             all sequences; dtype of ``q`` or fp32. Default: None.
         fp8_scales: scales of q, k, v and the softmax, positive floats or one-element tensors.
             Inputs that are not FP8 yet are quantised as ``clamp(x / scale)``; the products are
-            multiplied by the scales. The fourth is accepted and not needed: probabilities are at
-            most 1 and have a fixed scale of their own. Default: None.
+            multiplied by the scales. The fourth scale is accepted but ignored: probabilities are at
+            most 1 and have a fixed scale. Default: None.
         fp8_out_scale: one-element fp32 tensor; the output is FP8 and stores ``out / scale``,
             saturated. Default: None.
         invariant: as in :func:`flash_attn_func`. Default: False.
 
     Returns:
-        ``(o, None)``. Differentiable in q, k, v and bias when ``o`` is None and nothing is FP8.
+        ``(o, None)``. Differentiable in q, k, v and bias if ``o`` is None and nothing is FP8.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it; beside ``invariant``, on FP8 and on
+        NotImplementedError: on FP8 if the hardware lacks it; with ``invariant``, on FP8 and on
             ``bias``.
     """
     for name, x in zip(_NAMES, (q, k, v), strict=True):
@@ -94,7 +94,7 @@ def triton_attention(
             bias = bias.float()
         q, k, v, descales = _quantised(q, k, v, fp8_scales)
 
-    # what is written into the caller's tensor has no graph
+    # a result in the caller's tensor has no graph
     with torch.set_grad_enabled(torch.is_grad_enabled() and o is None):
         out = flash_attn_varlen_func(
             q,
@@ -115,7 +115,7 @@ def triton_attention(
             deterministic=torch.are_deterministic_algorithms_enabled(),
             invariant=invariant,
         )
-        # neither the log-sum-exp nor the probabilities were asked for
+        # the result is a tensor: neither the LSE nor the probabilities were asked for
         out = cast("Tensor", out)
         return (out, None) if o is None else (o.copy_(out), None)
 
@@ -123,7 +123,7 @@ def triton_attention(
 def _output_dtype(
     q: Tensor, v: Tensor, o: Tensor | None, fp8_out_scale: Tensor | None
 ) -> torch.dtype | None:
-    """Return the output's dtype, and check the output that the caller gives."""
+    """Check the caller's output, and return the output's dtype."""
     if o is None:
         if fp8_out_scale is not None:
             return arguments.check_fp8_hardware("fp8_out_scale", q.device)
@@ -155,7 +155,7 @@ def _output_dtype(
 def _quantised(
     q: Tensor, k: Tensor, v: Tensor, fp8_scales: tuple[float | Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return q, k and v in FP8, and their scales as the operator takes them."""
+    """Return q, k and v in FP8, and their scales for the operator."""
     if not isinstance(fp8_scales, (tuple, list)):
         raise TypeError(
             f"fp8_scales must be a tuple of four floats or tensors, got {type(fp8_scales).__name__}"

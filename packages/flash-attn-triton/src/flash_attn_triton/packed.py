@@ -1,7 +1,6 @@
-"""The forms of flash-attn 2 whose keys and values, or all three, come in one tensor.
+"""Functions of flash-attn 2 that take keys and values, or all three, in one tensor.
 
-The parts are views, so that nothing is copied on the way in; the gradient of the packed tensor is
-assembled by autograd.
+The parts are views, so nothing is copied; autograd assembles the gradient of the packed tensor.
 """
 
 from typing import NoReturn
@@ -39,7 +38,7 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: ``[batch, seqlen, 3, heads, head_dim]``.
-        dropout_p: this and all others as in :func:`flash_attn_func`.
+        dropout_p: as in :func:`flash_attn_func`; so are all further arguments.
 
     Returns:
         What :func:`flash_attn_func` returns.
@@ -103,7 +102,7 @@ def flash_attn_kvpacked_func(
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``.
         kv: ``[batch, seqlen_k, 2, heads_k, head_dim]``.
-        dropout_p: this and all others as in :func:`flash_attn_func`.
+        dropout_p: as in :func:`flash_attn_func`; so are all further arguments.
 
     Returns:
         What :func:`flash_attn_func` returns.
@@ -168,9 +167,9 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: ``[tokens, 3, heads, head_dim]``.
-        cu_seqlens: where sequences begin, int32 ``[batch + 1]``, of queries and keys alike.
+        cu_seqlens: offsets of the sequences, of queries and of keys, int32 ``[batch + 1]``.
         max_seqlen: the longest sequence.
-        dropout_p: this and all others as in :func:`flash_attn_varlen_func`.
+        dropout_p: as in :func:`flash_attn_varlen_func`; so are all further arguments.
 
     Returns:
         What :func:`flash_attn_varlen_func` returns.
@@ -244,7 +243,7 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: queries, ``[tokens_q, heads_q, head_dim]``.
         kv: ``[tokens_k, 2, heads_k, head_dim]``.
-        cu_seqlens_q: this and all others as in :func:`flash_attn_varlen_func`.
+        cu_seqlens_q: as in :func:`flash_attn_varlen_func`; so are all further arguments.
 
     Returns:
         What :func:`flash_attn_varlen_func` returns.
@@ -286,7 +285,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _unpack(name: str, packed: Tensor, form: str, ndim: int, parts: int) -> tuple[Tensor, ...]:
-    """Return the parts, which lie in the dimension before the heads, as views."""
+    """Return views of the parts, which the dimension before the heads counts."""
     check_tensor(name, packed)
     if packed.ndim != ndim or packed.shape[-3] != parts:
         raise ValueError(f"{name} must be {form}, got {list(packed.shape)}")

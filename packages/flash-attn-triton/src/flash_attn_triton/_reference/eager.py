@@ -1,9 +1,9 @@
-"""What CPU tensors run: the definition, one sequence after the other, and its derivative.
+"""The CPU implementation: the reference, one sequence after the other, and its derivative.
 
-One after the other, because the products of a batch may round otherwise than those of a sequence
-alone, and long ones in parts, whose scores stay small. The derivative is written out: autograd
-through the definition would do but for one thing, that an operator may run where autograd is
-switched off, as below any dispatch mode. The tests hold the two against each other.
+Sequences run one after the other because products of a batch may round differently from products
+of one sequence. Long sequences run in parts, so that scores stay small. The derivative is written
+out, because an operator may run where autograd is off, as it is below any dispatch mode. Tests
+compare it with autograd through the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .fixed import attention_scores, dense_attention, round_output, visible_keys
 from .philox import dropout_keep_mask, keep_scale
 from .sequences import bias_of, row_of, sequences
 
-# queries whose scores are computed at a time
+# queries per part
 ROWS = 256
 
 
@@ -48,9 +48,9 @@ def attention_forward(
     out_dtype: torch.dtype | None,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exp in fp32.
+    """Return the output, and the LSE in fp32.
 
-    If it is ``invariant``, a row's bits depend on its own query and keys alone.
+    With ``invariant``, a row's bits depend only on its own query and keys.
     """
     batch = q.shape[0]
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -132,10 +132,9 @@ def attention_backward(
     dropout_p: float,
     out: Tensor | None = None,
 ) -> Grads:
-    """Return the gradients of q, k, v, bias and sinks; an absent tensor has one without elements.
+    """Return the gradients of q, k, v, bias and sinks in their dtypes; empty for absent tensors.
 
-    Each is in the dtype of its tensor. ``out`` is needed where it and ``lse`` are over more keys
-    than these.
+    ``out`` must be given if ``out`` and ``lse`` are over more keys than ``k``.
     """
     options = rng_state, softmax_scale, window_left, window_right, softcap, dropout_p
     absent = q.new_empty((0,))
@@ -180,7 +179,7 @@ def attention_backward(
 
 
 class EagerPlan(NamedTuple):
-    """How calls of one form run on the CPU, without the operators."""
+    """The launcher of a signature on the CPU, without the operators."""
 
     options: Options
     out_dtype: torch.dtype
@@ -199,27 +198,27 @@ class EagerPlan(NamedTuple):
         dlse: Tensor | None,
         needs_dbias: bool,
     ) -> Grads:
-        """Return the gradients; that of the bias comes even if nobody needs it."""
+        """Return the gradients, including dbias even if it is not needed."""
         others = *x.optional, x.rng_state
         return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *self.options, out)
 
     @property
     def merge(self) -> None:
-        """Results over some keys are merged by ``merge_eagerly``."""
+        """None: ``merge_eagerly`` merges results over some keys."""
         return None
 
     def fits(self, x: Tensors) -> bool:
-        """Say yes: strides are free here."""
+        """Return True: eager code takes any strides."""
         return True
 
 
 class _Part(NamedTuple):
-    """Some queries of a sequence, and the keys that they see between them."""
+    """Some queries of a sequence, and the range of keys that they see."""
 
     sequence: int
     rows: slice
     keys: slice
-    # of the first of these queries among these keys
+    # position of the first query among these keys
     position: int
     # the whole sequence
     all_rows: slice
@@ -231,7 +230,7 @@ class _Part(NamedTuple):
         return self.rows.start - self.all_rows.start, self.keys.start - self.all_keys.start
 
     def of_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the part of a bias over the maximal lengths."""
+        """Return this part of a bias over the maximal lengths."""
         bias = bias_of(bias, self.sequence, self.all_rows, self.all_keys)
         for axis, some, everything in (2, self.rows, self.all_rows), (3, self.keys, self.all_keys):
             if bias is not None and bias.shape[axis] != 1:
@@ -246,7 +245,7 @@ def _parts(
     seqused_k: Tensor | None,
     options: tuple[Any, ...],
 ) -> Iterator[_Part]:
-    """Split sequences: a part's scores are small, and keys that it does not see are left out."""
+    """Split sequences into parts with few scores, without the keys that a part does not see."""
     *_, left, right, _, _ = options
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
         count = keys.stop - keys.start
@@ -264,7 +263,7 @@ def _parts(
 
 
 def _even(x: Tensor) -> Tensor:
-    """Return where sequences of one length begin."""
+    """Return the offsets of sequences of one length."""
     return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
 
 
@@ -291,14 +290,14 @@ def _part_backward(
     dropout_p: float,
     delta: Tensor | None,
 ) -> Grads:
-    """Return what a part of a sequence adds to the gradients, in fp32."""
+    """Return the gradients of a part of a sequence, in fp32."""
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_k = k.shape[1], k.shape[2]
     group = heads_q // heads_k
     visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device, part.position)
     row_sees_any = visible.any(dim=1)[:, None, None]
     seen_by_any = visible.any(dim=0)[:, None, None]
-    # what nobody sees may hold NaN, and 0 * NaN is NaN
+    # unseen rows and keys may hold NaN, and 0 * NaN is NaN
     q, dout = q.masked_fill(~row_sees_any, 0.0), dout.masked_fill(~row_sees_any, 0.0)
     k, v = k.masked_fill(~seen_by_any, 0.0), v.masked_fill(~seen_by_any, 0.0)
     wide_k, wide_v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
@@ -317,7 +316,7 @@ def _part_backward(
 
     dv = torch.einsum("bhij,bihe->bjhe", p * kept, dout)
     dp = torch.einsum("bihe,bjhe->bhij", dout, wide_v) * kept
-    # what every logit of a row gets in common: from the normalisation, and from the lse
+    # the gradient that all logits of a row share: from the normalisation, and from the LSE
     common = -(p * dp).sum(dim=-1)
     if delta is not None:
         common = -delta.masked_fill(~row_sees_any[..., 0].T, 0.0)

@@ -1,8 +1,8 @@
-"""The definition, for sequences of one length: eager, any float dtype, differentiable by autograd.
+"""The reference for sequences of one length: eager, any float dtype, differentiable by autograd.
 
 It holds the whole score matrix, ``O(seqlen_q * seqlen_k)`` memory, and shares no code with the
-kernels. Inputs in float64 are computed in float64, all others in float32, and only the output is
-rounded to the output's dtype.
+kernels. It computes float64 inputs in float64 and all other inputs in float32, and rounds only the
+output.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch import Tensor
 from .._linked.host.arguments import FP8_DTYPES, MAX_WINDOW
 from .philox import dropout_keep_mask, keep_scale
 
-# Where a bias leaves a row no score above this, the row sees nothing. The log-sum-exp of such a row
-# has lost its fraction in fp32, and with it the probabilities of the backward pass.
+# With a bias, a row whose scores are all at most this counts as fully masked: in fp32 its LSE would
+# have no fraction, so the backward could not recompute its probabilities.
 LEAST_SCORE = -1e7
 
 
@@ -38,11 +38,11 @@ def dense_attention(
     position: int | None = None,
     corner: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
-    """Attend within sequences of one length; both results are in the dtype of the computation.
+    """Compute attention of sequences of one length; results are in the dtype of the computation.
 
-    ``first_sequence`` is the index that dropout gives to the first sequence of the batch, and
-    ``corner`` to the first query and the first key.
-    ``position`` is that of the first query; by default queries and keys end together.
+    ``first_sequence`` is dropout's index of the first sequence of the batch, and ``corner`` its
+    index of the first query and of the first key. ``position`` is the position of the first query
+    among the keys; by default queries and keys end together.
     """
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
@@ -53,7 +53,7 @@ def dense_attention(
         row_sees_any = visible.any(dim=1)[:, None, None]
         seen_by_any = visible.any(dim=0)[:, None, None]
 
-        # what nobody sees may hold NaN, and 0 * NaN is NaN in the products and in their gradients
+        # unseen rows and keys may hold NaN, and 0 * NaN is NaN in products and in gradients
         q = _scaled(q, q_descale).masked_fill(~row_sees_any, 0.0)
         k = _scaled(k, k_descale).masked_fill(~seen_by_any, 0.0)
         v = _scaled(v, v_descale).masked_fill(~seen_by_any, 0.0)
@@ -62,12 +62,12 @@ def dense_attention(
             q, k, visible, bias, alibi_slopes, softmax_scale, softcap, position
         )
 
-        # the sink is one more column, without a value
+        # the sink is one more column without a value
         sink = q.new_full((heads_q,), -math.inf) if sinks is None else sinks.to(q.dtype)
         sink = sink[:, None, None].expand(batch, heads_q, seqlen_q, 1)
         logits = torch.cat([scores, sink], dim=-1)
 
-        # a constant shift cancels, so it needs no gradient; it must be finite for empty rows
+        # a constant shift cancels, so it needs no gradient; it must be finite for fully masked rows
         shift = logits.detach().amax(dim=-1, keepdim=True)
         shift = shift.masked_fill(shift == -math.inf, 0.0)
         weights = torch.exp(logits - shift)
@@ -98,9 +98,9 @@ def attention_scores(
     softcap: float,
     position: int | None = None,
 ) -> Tensor:
-    """Return the scores ``[batch, heads_q, seqlen_q, seqlen_k]``, -inf where nothing is seen.
+    """Return the scores ``[batch, heads_q, seqlen_q, seqlen_k]``, -inf where a key is hidden.
 
-    A row whose every score is ``LEAST_SCORE`` or less, by its bias, sees nothing.
+    With a bias, a row whose scores are all at most ``LEAST_SCORE`` sees no key.
     """
     seqlen_q, seqlen_k = visible.shape
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -127,10 +127,10 @@ def visible_keys(
     device: torch.device,
     position: int | None = None,
 ) -> Tensor:
-    """Return which key each query sees, bool ``[seqlen_q, seqlen_k]``; -1 is no limit."""
+    """Return True where a query sees a key, bool ``[seqlen_q, seqlen_k]``; -1 is no limit."""
     positions = _positions(seqlen_q, seqlen_k, device, position)
     key = torch.arange(seqlen_k, device=device)
-    # a position and the largest integer have a sum that wraps around
+    # the sum of a position and the largest integer would wrap around
     window_left = min(window_left, MAX_WINDOW)
     window_right = min(window_right, MAX_WINDOW)
     visible = torch.ones((seqlen_q, seqlen_k), dtype=torch.bool, device=device)

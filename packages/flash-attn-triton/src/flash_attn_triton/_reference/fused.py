@@ -1,9 +1,9 @@
-"""PyTorch's fused attention for the CPU, where it says exactly what the definition says.
+"""PyTorch's fused attention for the CPU, for calls in which it equals the reference.
 
-It computes in the dtype of its inputs, so it gets them in fp32, and returns the log-sum-exp. Each
-sequence is a call of its own, or several where a mask has to be written out: of ``ROWS`` queries
-and the keys that they see between them. So memory grows with the length, not with its square, and
-neither its batch nor its strides change a bit of a sequence's result.
+It computes in the dtype of its inputs, so it gets them in fp32, and it returns the LSE. Each
+sequence is a separate call; if a mask has to be written out, each ``ROWS`` queries with the keys
+that they see are a separate call. So memory grows linearly with the length, and neither the batch
+nor the strides change a bit of a sequence's result.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.nn.functional import pad
 
 from .fixed import visible_keys
 
-# queries whose mask is written out at a time
+# queries per call with a written-out mask
 ROWS = 256
 
-# PyTorch has no public name for it: scaled_dot_product_attention does not return the log-sum-exp
+# a private operator, because scaled_dot_product_attention does not return the LSE
 _operator: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def serves(
     dtype: torch.dtype, bias: Tensor | None, scale: float, softcap: float, dropout_p: float
 ) -> bool:
-    """Say whether a call's scores can be told to the operator.
+    """Tell whether the operator can compute a call's scores.
 
-    A bias could, but for rows that it hides whole. The operator hides keys before it scales: -inf
-    must stay what it is.
+    It cannot take a bias, which may hide whole rows. It masks keys before it scales, so the scale
+    must be positive to keep -inf.
     """
     is_plain = bias is None and scale > 0.0 and softcap == 0.0 and dropout_p == 0.0
     return _operator is not None and is_plain and dtype.itemsize >= 2
@@ -45,7 +45,7 @@ def attend(
     scale: float,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Attend within one sequence.
+    """Compute attention of one sequence.
 
     Args:
         q: ``[seqlen_q, heads_q, head_dim]``.
@@ -54,7 +54,7 @@ def attend(
         alibi_slopes: fp32 ``[1, heads_q]``, or None.
         sinks: ``[heads_q]``, or None.
         scale: Factor of the scores, more than 0.
-        window: How many keys a query sees to either side; -1 is no limit.
+        window: Number of keys that a query sees to either side; -1 is no limit.
 
     Returns:
         The output ``[seqlen_q, heads_q, head_dim_v]`` and the log-sum-exp ``[heads_q, seqlen_q]``,
@@ -135,6 +135,6 @@ def _call(
 
 
 def _heads_first(x: Tensor, group: int, width: int) -> Tensor:
-    """Return ``[1, heads, tokens, width]`` in fp32, contiguous whatever the strides were."""
+    """Return ``[1, heads, tokens, width]`` in fp32, contiguous."""
     wide = pad(x.float(), (0, width - x.shape[-1]))
     return wide.repeat_interleave(group, dim=1).transpose(0, 1).contiguous()[None]

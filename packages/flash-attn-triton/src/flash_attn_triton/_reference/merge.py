@@ -1,4 +1,4 @@
-"""Merging the results of attention over disjoint sets of keys."""
+"""Merge the results of attention over disjoint sets of keys."""
 
 import math
 
@@ -15,20 +15,20 @@ def merge_attn_states(
 
     The merge is exact: with ``lse = log(exp(lse_a) + exp(lse_b))``, the output is
     ``exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, computed in fp32 (the rescaling step of
-    FlashAttention, Dao et al. 2022). A sink must have been counted in one of the two alone.
+    FlashAttention, Dao et al. 2022). Only one of the two may include a sink.
 
     Args:
         out_a: output over the first keys, ``[batch, seqlen, heads, head_dim]`` or packed
             ``[tokens, heads, head_dim]``; any float dtype.
-        lse_a: its log-sum-exp, ``[batch, heads, seqlen]`` or packed ``[heads, tokens]``, fp32 (or
-            float64). A row of -inf saw no key: its output, whatever it holds, is not read. +inf is
-            taken as -inf, because some kernels mark such rows with it.
+        lse_a: log-sum-exp of ``out_a``, ``[batch, heads, seqlen]`` or packed ``[heads, tokens]``,
+            fp32 (or float64). A row of -inf saw no key: its output is ignored. +inf counts as -inf,
+            because some kernels mark such rows with it.
         out_b: output over the other keys, shape of ``out_a``; any float dtype.
-        lse_b: its log-sum-exp, shape of ``lse_a``.
+        lse_b: log-sum-exp of ``out_b``, shape of ``lse_a``.
 
     Returns:
-        ``(out, lse)``: the output in the dtype of ``out_a``, and the log-sum-exp. Rows that both
-        sides leave empty have output 0 and lse -inf. Both are differentiable in all four
+        ``(out, lse)``: the output in the dtype of ``out_a``, and the log-sum-exp. Rows that saw no
+        key on either side have output 0 and lse -inf. Both are differentiable in all four
         arguments.
 
     Raises:

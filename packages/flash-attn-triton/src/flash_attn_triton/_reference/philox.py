@@ -1,8 +1,8 @@
-"""The counter-based random numbers behind dropout, in plain PyTorch.
+"""The counter-based random numbers of dropout, in plain PyTorch.
 
 Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) maps a counter and a key
-to words of 32 bits. Nothing is stored between draws, so that any program, in any order and with any
-tile size, sees the same bits for the same element. Seven rounds are the fewest that pass BigCrush.
+to words of 32 bits. Nothing is stored between draws, so an element gets the same bits in any
+program, in any order and with any tile size. Seven rounds are the fewest that pass BigCrush.
 """
 
 import torch
@@ -13,7 +13,7 @@ _MULTIPLIER_2 = 0xD256D193
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
-# an element takes half a word
+# an element uses half a word
 _DRAWS = 2**16
 
 
@@ -24,7 +24,7 @@ def philox_4x32(
 
     Args:
         counter: four int64 tensors that broadcast together, each value in ``[0, 2**32)``.
-        key: two int64 tensors, likewise.
+        key: two int64 tensors that broadcast with them, each value in ``[0, 2**32)``.
         rounds: number of rounds. Default: 7.
 
     Returns:
@@ -53,14 +53,14 @@ def philox_2x32(
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return the draw, of 16 bits, from which on an element is kept."""
+    """Return the smallest draw, of 16 bits, for which an element is kept."""
     return min(round(dropout_p * _DRAWS), _DRAWS - 1)
 
 
 def keep_scale(dropout_p: float) -> float:
-    """Return the inverse of the share of draws that keep an element: ``1 / (1 - dropout_p)``.
+    """Return ``1 / (1 - dropout_p)``, with the probability rounded to a multiple of ``2**-16``.
 
-    The probability is the nearest multiple of ``2**-16``, so that the mean does not change.
+    This is the inverse of the share of draws that keep an element, so the mean does not change.
     """
     return _DRAWS / (_DRAWS - dropout_threshold(dropout_p))
 
@@ -74,18 +74,18 @@ def dropout_draws(
     first_sequence: int = 0,
     corner: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Return what each element of the attention matrix draws.
+    """Return the draw of each element of the attention matrix.
 
-    Sequence b and query head h have a key of their own: three words of Philox 4x32 of the counter
-    ``(b * heads + h, offset, 0, 0)`` under the key ``seed``. Elements draw in fours, two rows eight
-    apart and two columns eight apart, as tensor cores lay them out in a thread's registers: row i
-    and column j have the counter ``(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8)``, each xor a word of
-    the head's key, under its other word in Philox 2x32. Bit 3 of i selects the output word, bit 3
-    of j its half, the low one first.
+    Each sequence b and query head h has its own key: three words of Philox 4x32 of the counter
+    ``(b * heads + h, offset, 0, 0)`` under the key ``seed``. Four elements share a draw: two rows
+    eight apart and two columns eight apart, which tensor cores keep in one thread's registers. Row
+    i and column j have the counter ``(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8)``. Its two parts
+    are xored with the second and the third word of the head's key, and drawn under the first word
+    by Philox 2x32. Bit 3 of i selects the output word, bit 3 of j its half, the low half first.
 
     Args:
         rng_state: ``(seed, offset)``, int64 ``[2]``. The seed is the 64-bit key, its low word
-            first; of the offset the low 32 bits count.
+            first; the low 32 bits of the offset are used.
         batch: number of sequences.
         heads: number of query heads.
         seqlen_q: rows.
@@ -122,17 +122,17 @@ def dropout_keep_mask(
     first_sequence: int = 0,
     corner: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Return which elements dropout keeps: those whose draw reaches the threshold.
+    """Return True where dropout keeps an element, bool ``[batch, heads, seqlen_q, seqlen_k]``.
 
     ``dropout_p`` is in ``[0, 1)``; :func:`dropout_draws` explains the other arguments. The result
-    is bool ``[batch, heads, seqlen_q, seqlen_k]`` on the device of ``rng_state``.
+    is on the device of ``rng_state``.
     """
     draws = dropout_draws(rng_state, batch, heads, seqlen_q, seqlen_k, first_sequence, corner)
     return draws >= dropout_threshold(dropout_p)
 
 
 def _place(index: Tensor) -> Tensor:
-    """Return which group a row or a column belongs to."""
+    """Return the group that a row or a column belongs to."""
     return index >> 4 << 3 | index & 7
 
 

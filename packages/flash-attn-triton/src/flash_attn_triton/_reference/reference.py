@@ -1,6 +1,6 @@
-"""Attention by its definition: eager, any float dtype, differentiable by plain autograd.
+"""The reference of attention: eager PyTorch, any float dtype, differentiable by plain autograd.
 
-This is the oracle of the kernels' tests, and CPU tensors run the same definition.
+The kernels are tested against it, and CPU tensors run the same code.
 """
 
 from typing import NoReturn
@@ -40,15 +40,16 @@ def attention_reference(
     rng_state: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Result:
-    """Compute what :func:`flash_attn_func` computes, from the definition.
+    """Compute what :func:`flash_attn_func` computes, in plain PyTorch.
 
-    The arguments are those of :func:`flash_attn_func`, and one more:
+    The arguments are those of :func:`flash_attn_func` without ``invariant``, ``s_aux`` and
+    ``learnable_sink``, plus ``rng_state``:
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; any float dtype, float64 included.
         k: keys, ``[batch, seqlen_k, heads_k, head_dim]``.
         v: values, ``[batch, seqlen_k, heads_k, head_dim_v]``.
-        dropout_p: this and all others as in :func:`flash_attn_func`.
+        dropout_p: as in :func:`flash_attn_func`; so are all further arguments.
         rng_state: ``(seed, offset)`` of dropout, int64 ``[2]``. Default: drawn from torch's
             generator, as :func:`flash_attn_func` does.
 
@@ -57,7 +58,7 @@ def attention_reference(
         the log-sum-exp is float64 for float64 inputs, else float32.
 
     Raises:
-        TypeError: on an argument's type, or a dtype that is no float.
+        TypeError: on an argument's type, or a dtype that is not a float.
         ValueError: on a shape of ``q``, ``k`` or ``v``, or a range.
     """
     if unknown:
@@ -122,8 +123,8 @@ def varlen_attention_reference(
 ) -> Result:
     """Compute what :func:`flash_attn_varlen_func` computes, one sequence after the other.
 
-    The arguments are those of :func:`flash_attn_varlen_func`; dtypes, ``rng_state`` and the results
-    are as in :func:`attention_reference`. The sequence boundaries are read on the host.
+    The arguments are those of :func:`flash_attn_varlen_func`, with the same exceptions, dtypes,
+    ``rng_state`` and results as in :func:`attention_reference`. Offsets are read on the host.
     """
     if unknown:
         refuse_unknown(unknown)
@@ -183,7 +184,7 @@ def _attend(
     return_lse: bool,
     return_attn_probs: bool,
 ) -> Result:
-    """Check, resolve defaults, attend, and return what was asked for."""
+    """Check, resolve defaults, compute attention, and return what was asked for."""
     check_reference(
         q,
         k,

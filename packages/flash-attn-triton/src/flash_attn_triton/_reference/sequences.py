@@ -1,4 +1,4 @@
-"""The definition, for packed sequences: one after the other, and what each uses of its tensors."""
+"""The reference for packed sequences, one after the other."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def packed_attention(
     softcap: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
+    """Compute attention of packed sequences, one by one; padding gets output 0 and LSE -inf."""
     dtype = compute_dtype(q)
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
@@ -78,9 +78,9 @@ def dropout_marked_probabilities(
 ) -> Tensor:
     """Return ``exp(score - lse)``, negated where dropout drops the element, 0 where masked.
 
-    It is meant for tests of dropout: ``[batch, heads_q, seqlen_q, seqlen_k]`` (packed: the maximal
-    lengths, 0 outside of a sequence) in the dtype of ``q``, without gradient. The packed form reads
-    the sequence boundaries on the host.
+    For tests of dropout. The result is ``[batch, heads_q, seqlen_q, seqlen_k]`` (packed: the
+    maximal lengths, 0 outside of a sequence) in the dtype of ``q``, without gradient. Offsets of
+    packed sequences are read on the host.
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         heads_q = q.shape[-2]
@@ -127,7 +127,7 @@ def sequences(
 
 
 def bias_of(bias: Tensor | None, b: int, rows: slice, keys: slice) -> Tensor | None:
-    """Return the part of a bias over the maximal lengths that sequence ``b`` uses."""
+    """Return the part of a bias, over the maximal lengths, that sequence ``b`` uses."""
     if bias is None:
         return None
     bias = bias[(None,) * (4 - bias.ndim)]
@@ -137,7 +137,7 @@ def bias_of(bias: Tensor | None, b: int, rows: slice, keys: slice) -> Tensor | N
 
 
 def row_of(per_head: Tensor | None, b: int) -> Tensor | None:
-    """Return what sequence ``b`` uses of a tensor that may be per batch and head."""
+    """Return the row of sequence ``b``, if the tensor has one row per sequence."""
     if per_head is None or per_head.ndim < 2 or per_head.numel() == 1:
         return per_head
     return per_head[b : b + 1]

@@ -1,4 +1,4 @@
-"""The check that the public functions leave out: it reads what only the device knows."""
+"""The check of values that only the device knows, which the public functions leave out."""
 
 from torch import Tensor
 
@@ -17,23 +17,23 @@ def validate_varlen(
 ) -> None:
     """Check the values of offsets and lengths, which :func:`flash_attn_varlen_func` trusts.
 
-    For debugging and for tests: it copies the offsets to the host, so it waits for the device, and
-    a CUDA graph cannot capture it.
+    Use it for debugging and in tests: it copies the offsets to the host, so it waits for the
+    device, and a CUDA graph cannot capture it.
 
     Args:
-        q: queries, ``[tokens_q, heads_q, head_dim]``; of ``q`` and ``k`` only shapes are read.
-        k: keys, ``[tokens_k, heads_k, head_dim]``.
-        cu_seqlens_q: where sequences begin, int32 or int64 ``[batch + 1]``: must not decrease, nor
-            leave 0 to ``tokens_q``.
-        cu_seqlens_k: likewise for keys.
-        max_seqlen_q: what no sequence of queries may exceed.
-        max_seqlen_k: likewise for keys.
+        q: queries, ``[tokens_q, heads_q, head_dim]``; only the shape is read.
+        k: keys, ``[tokens_k, heads_k, head_dim]``; only the shape is read.
+        cu_seqlens_q: offsets of the sequences of queries, int32 or int64 ``[batch + 1]``: must not
+            decrease, and must be from 0 to ``tokens_q``.
+        cu_seqlens_k: offsets of the sequences of keys, to ``tokens_k``.
+        max_seqlen_q: no sequence of queries may be longer.
+        max_seqlen_k: no sequence of keys may be longer.
         seqused_k: int32 ``[batch]``, from 0 to the length of each sequence. Default: None.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
-            argument, the index of the entry, what was expected and what came.
+        ValueError: on a shape, a device or a range, and on the first wrong value: the message gives
+            the argument, the index of the entry, what was expected and what was given.
     """
     for name, x, form in (
         ("q", q, "[tokens_q, heads_q, head_dim]"),

@@ -56,7 +56,7 @@ def flash_attn_tree_func(
 
     Returns:
         ``out``, ``[tokens, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the natural
-        logarithm of the whole denominator, fp32 ``[heads_q, tokens]``, differentiable.
+        logarithm of the whole softmax denominator, fp32 ``[heads_q, tokens]``, differentiable.
 
     Raises:
         TypeError: on an argument's type or dtype.

@@ -1,7 +1,7 @@
-"""Adapters that put these kernels under other libraries.
+"""Adapters through which other libraries use these kernels.
 
-Nothing here is imported, and nothing registered, by ``import flash_attn_triton``: each module is
-imported by name and has one function, ``register()``.
+``import flash_attn_triton`` neither imports nor registers any of them: import a module by name and
+call its ``register()``.
 
 * :mod:`flash_attn_triton.integrations.transformers`: an ``attn_implementation`` for Hugging Face
   models (needs the extra ``flash-attn-triton[transformers]``).

@@ -1,4 +1,4 @@
-"""The operators of ``aten`` that ``torch.py`` replaces: PyTorch's signatures over ours."""
+"""The operators of ``aten`` that ``torch.py`` replaces, with PyTorch's signatures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Tensors are ``[batch, heads, seqlen, head_dim]`` here, and only here."""
+    """Tensors are ``[batch, heads, seqlen, head_dim]``, only in ``_scaled_dot_product_*``."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse, seed, unused, debug_mask = _flash_attention_forward(
         q,
@@ -135,7 +135,7 @@ def _flash_attention_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``num_splits`` is about speed only, and there is one split here."""
+    """``num_splits`` is ignored: it affects only speed, and these kernels do not split keys."""
     if block_table is not None:
         _refuse(
             "block_table; paged keys and values are served by the package prefix-prefill: call "
@@ -182,7 +182,7 @@ def _flash_attention_forward_quantized(
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Descales are fp32, one element or ``[batch, heads_k]``, and only for FP8 inputs."""
+    """Descales are fp32, one element or ``[batch, heads_k]``, for FP8 inputs only."""
     descales = q_descale, k_descale, v_descale
     heads_k = key.shape[-2]
     batch = query.shape[0] if cum_seq_q is None else cum_seq_q.shape[0] - 1
@@ -239,12 +239,12 @@ def _forward(
     seqused_k: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute what both overloads of ``_flash_attention_forward`` return."""
+    """Compute the result of both overloads of ``_flash_attention_forward``."""
     if return_debug_mask:
         _refuse("return_debug_mask=True")
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if cum_seq_q is not None and cum_seq_k is None and key.ndim == 4:
-        # packed queries and as many keys for each sequence, of which seqused_k says the valid ones
+        # packed queries, and equally many keys for each sequence, of which seqused_k are valid
         if needs_gradient:
             _refuse("gradient with cum_seq_k=None")
         batch, max_k = key.shape[:2]
@@ -255,7 +255,7 @@ def _forward(
     if cum_seq_q is None and seqused_k is not None:
         _refuse("seqused_k without cumulative lengths")
     if needs_gradient:
-        # PyTorch's backward operator is not told of them
+        # PyTorch's backward operator does not get them
         if seqused_k is not None:
             _refuse("gradient with seqused_k")
         if alibi_slopes is not None:
@@ -285,7 +285,7 @@ def _forward(
         dropout_p,
         None,
     )
-    # shapes and dtypes of what PyTorch's own kernel returns, which tracing takes for granted
+    # tracing expects the shapes and dtypes of PyTorch's own kernel
     if rng_state is None:
         rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
@@ -386,9 +386,9 @@ def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, 
 
 
 def _strided_like(result: Tensor, like: Tensor) -> Tensor:
-    """Lay out as ``torch.empty_like(like)`` would, which compiled graphs rely on.
+    """Return ``result`` with the strides of ``torch.empty_like(like)``, as compiled graphs expect.
 
-    A copy is needed where ``like`` is laid out head by head.
+    A copy is needed if ``like`` is stored head by head.
     """
     if result.stride() == like.stride() or result.shape != like.shape:
         return result
@@ -399,7 +399,7 @@ def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(f"flash_attn_triton as PyTorch's flash attention: no {what}")
 
 
-# what the dispatcher of PyTorch is given
+# the kernels for PyTorch's dispatcher
 OVERRIDES = {
     "_flash_attention_forward": _flash_attention_forward,
     "_flash_attention_forward.quantized": _flash_attention_forward_quantized,

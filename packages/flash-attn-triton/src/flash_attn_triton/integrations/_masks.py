@@ -1,4 +1,4 @@
-"""What a mask of ``transformers`` says, without writing it out: patterns, packing, alignment."""
+"""Describe a mask of ``transformers`` without writing it out: patterns, packing, alignment."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ need("transformers", (5, 8), "flash_attn_triton.integrations.transformers")
 
 _STARTS = "_flash_attn_triton_starts"
 
-# up to so many queries against a longer cache, a bias costs less than packing the cache
+# with at most so many queries and a longer cache, a bias costs less than packing the cache
 _FEW_QUERIES = 16
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees, in positions within its sequence; -1 is unlimited."""
+    """The keys that a query sees, in positions within its sequence; -1 is unlimited."""
 
     causal: bool
     left: int = -1
@@ -38,7 +38,7 @@ class Pattern:
 
     @property
     def is_positional(self) -> bool:
-        """Whether it matters which of the keys a query stands at."""
+        """Whether the pattern depends on a query's position among the keys."""
         return self.causal or self.window != (-1, -1) or self.segments is not None
 
     def bites(self, length: int) -> bool:
@@ -46,7 +46,7 @@ class Pattern:
         return any(0 <= side < length - 1 for side in self.window)
 
     def intersect(self, other: Pattern) -> Pattern | None:
-        """Everything that both let through, or None if that is no pattern."""
+        """Return the keys that both patterns show, or None if that is no pattern."""
         if self.segments is not None and other.segments is not None:
             return None
         sides = zip(self.window, other.window, strict=True)
@@ -57,7 +57,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the valid tokens lie in the padded tensors, and where each sequence begins."""
+    """Indices of the valid tokens in the padded tensors, and offsets of the sequences."""
 
     indices_q: Tensor | None  # None: every query is kept
     indices_k: Tensor | None
@@ -69,11 +69,11 @@ class Packing:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the mask function found out, attached to the mask that it returns."""
+    """The result of the mask function, attached to the mask that it returns."""
 
     pattern: Pattern
     packing: Packing | None  # None: no token is padding
-    keys: int  # how many the attention will be given; those past the mask are unused
+    keys: int  # number of keys that attention will be given; keys after the mask are unused
     version: int
 
     ATTRIBUTE = "_flash_attn_triton_layout"
@@ -89,23 +89,23 @@ def attention_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Describe a mask to :func:`attention_forward`, storing no more of it than is needed.
+    """Describe a mask to :func:`attention_forward`, storing as little of it as possible.
 
     Args:
         batch_size: Number of rows.
         q_length: Number of queries.
-        kv_length: Number of keys that the attention will be given; a static cache has unused ones.
+        kv_length: Number of keys that attention will be given; a static cache has unused keys.
         q_offset: Position of the first query.
         kv_offset: Position of the first key.
         mask_function: The pattern, a function of ``transformers.masking_utils``.
         attention_mask: ``[batch, seen tokens]``, True where a token is not padding.
-        **kwargs: What other mask functions need; ``config`` and ``device`` are used here.
+        **kwargs: Arguments of other mask functions; ``config`` and ``device`` are used here.
 
     Returns:
-        None where no key is hidden but by the pattern that the model passes to every layer; a mask
-        ``[batch, keys]`` of valid keys (bool) or of the sequence that each belongs to (int32); or
-        a boolean mask ``[batch, 1, queries, keys]``, True for keys that are seen, as always for a
-        causal mask with ``allow_is_causal_skip=False``.
+        None if only the pattern that the model passes to every layer hides keys; a mask
+        ``[batch, keys]`` of valid keys (bool) or of each key's sequence number (int32); or a
+        boolean mask ``[batch, 1, queries, keys]``, True for visible keys, which a causal mask with
+        ``allow_is_causal_skip=False`` always becomes.
 
     Raises:
         ValueError: For a model whose attention cannot be replaced.
@@ -130,14 +130,14 @@ def attention_mask(
     if config is not None and not is_tracing(padding):
         _refuse_models_without_an_interface(config.__class__)
     if padding is not None and kv_offset > 0 and padding.shape[1] == kv_length:
-        # generate() passes a mask that was already cut to the keys through here a second time
+        # generate() calls this a second time with a mask that was already cut to the keys
         padding = torch.nn.functional.pad(padding, (kv_offset, 0), value=True)
 
     tracing = is_tracing(padding)
     pattern = _describe(mask_function, follow=not tracing)
     if pattern is None or getattr(config, "model_type", None) in _READERS:
         return dense()
-    # of packed sequences transformers says so by itself
+    # transformers itself sets allow_is_causal_skip=False for packed sequences
     asked_for = kwargs.get("allow_is_causal_skip") is False and pattern.segments is None
     if asked_for and pattern.causal:
         return dense()
@@ -173,7 +173,7 @@ def attention_mask(
     if full and not bites and used == kv_length:
         return None
     if holes and bites:
-        # packed, tokens on both sides of a hole would be closer than they are
+        # packing would move tokens on both sides of a hole closer together
         return dense()
     if full:
         return _attach(valid, pattern, None, kv_length)
@@ -183,10 +183,10 @@ def attention_mask(
 
 
 def _describe(function: Callable[..., Tensor], follow: bool = True) -> Pattern | None:
-    """Read the pattern of a mask function of ``transformers``; None if it is none of those known.
+    """Return the pattern of a mask function of ``transformers``; None if it is unknown.
 
-    Most are closures: the code says which it is, and its free variables what it does. Dynamo
-    cannot read those, so they are not followed while it traces.
+    Most are closures: the code identifies the function, and its free variables hold the parameters.
+    Dynamo cannot read free variables, so closures are not followed while it traces.
     """
     if function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
@@ -225,10 +225,10 @@ _CODE = {
 
 
 def _attends_to_itself_only(config: Any) -> bool:
-    """Whether a bidirectional mask of this model can only be one of a sequence with itself.
+    """Whether a bidirectional mask of this model can only belong to self-attention.
 
-    In cross-attention the mask says nothing of the queries, and nothing in a call tells the two
-    apart when the lengths agree. Models that could do either keep every query.
+    In cross-attention the mask does not describe the queries, and with equal lengths a call does
+    not show which of the two it is. For models with both, every query is kept.
     """
     if getattr(config, "is_encoder_decoder", True):
         return False
@@ -237,21 +237,21 @@ def _attends_to_itself_only(config: Any) -> bool:
     return getattr(config, "add_cross_attention", None) is False and not config.is_decoder
 
 
-# encoders whose configuration has no switch for cross-attention, as the model has none
+# encoders without cross-attention, whose configuration has no switch for it
 _ENCODERS = frozenset(
     {"albert", "distilbert", "eurobert", "modernbert", "mpnet", "nomic_bert", "wav2vec2", "hubert"}
 )
 
 
-# models whose masks are always written out: they combine them with one of their own, or their
-# decoders do not say that they are causal
+# models whose masks are always written out: the model adds its own mask, or its decoder does not
+# set is_causal
 _READERS = frozenset({"doge", "pegasus_x", "umt5"})
 
 
 @cache
 def _refuse_models_without_an_interface(config_class: Hashable) -> None:
-    """Raise for a model that asks this mask function, and then attends by itself."""
-    # a decoder alone (TrOCR's) has no entry in the first
+    """Raise for a model that calls this mask function but has its own attention."""
+    # a single decoder (TrOCR's) has no entry in the first mapping
     found = (x.get(config_class, None) for x in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING))
     models = next((x for x in found if x is not None), None)
     for model in models if isinstance(models, (tuple, list)) else (models,):
@@ -276,10 +276,10 @@ def _attach(mask: Tensor, pattern: Pattern, packing: Packing | None, keys: int) 
 
 
 def may_be_narrower(mask: Tensor, layout: Layout | None, queries: int, keys: int) -> bool:
-    """Whether a mask ``[batch, fewer than keys]`` is one of a static cache with unused keys.
+    """Whether a mask ``[batch, fewer than keys]`` belongs to a static cache with unused keys.
 
-    The mask function gives such masks to many queries alone. Any other is of another layer, whose
-    cache has other keys.
+    The mask function returns such masks only for many queries. Any other one was made for another
+    layer, whose cache has other keys.
     """
     if layout is not None:
         return layout.keys == keys
@@ -287,7 +287,7 @@ def may_be_narrower(mask: Tensor, layout: Layout | None, queries: int, keys: int
 
 
 def layout_of(mask: Tensor) -> Layout | None:
-    """What the mask function attached, unless the mask was copied or written to since."""
+    """Return the ``Layout`` of a mask, None if the mask was copied or written to since."""
     layout = getattr(mask, Layout.ATTRIBUTE, None)
     if layout is None or (not mask.is_inference() and mask._version != layout.version):
         return None
@@ -308,9 +308,9 @@ def pack(mask: Tensor, q_length: int, pack_queries: bool) -> Packing:
 
 
 def _sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Flat indices of the valid tokens, their cumulative lengths, the longest length.
+    """Return flat indices of the valid tokens, cumulative lengths, and the longest length.
 
-    The number of valid tokens is a shape, so the device is waited for.
+    The number of valid tokens is a shape, so this waits for the device.
     """
     valid = mask != 0
     indices = valid.flatten().nonzero().flatten()
@@ -325,7 +325,7 @@ def _sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def packing_of_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Packing | None:
-    """Find packed sequences by positions that start again, in a batch of one without a cache."""
+    """Find packed sequences by positions that restart, in a batch of one without a cache."""
     tokens = q.shape[1]
     if (
         position_ids is None
@@ -337,7 +337,7 @@ def packing_of_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> P
     version = None if position_ids.is_inference() else position_ids._version
     known = getattr(position_ids, _STARTS, None)
     if known is None or version is None or known[0] != version:
-        # every layer asks, and the answer changes only when the positions do
+        # every layer asks, and the answer changes only with the positions
         known = version, _restarts(position_ids[0])
         setattr(position_ids, _STARTS, known)
     starts = known[1]
@@ -349,14 +349,14 @@ def packing_of_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> P
 
 
 def _restarts(positions: Tensor) -> list[int]:
-    """Where sequences start: at each return to the first position, if there are no other jumps."""
+    """Return the starts of sequences: each return to the first position, without other jumps."""
     jumps = (positions.diff() != 1).nonzero().flatten() + 1
     where, landed = torch.stack([jumps, positions[jumps] - positions[0]]).tolist()
     return [0] if any(landed) else [0, *where]
 
 
 def expand(mask: Tensor, q_length: int, pattern: Pattern) -> Tensor:
-    """Write a mask ``[batch, keys]`` and a pattern out as ``[batch, 1, queries, keys]``, bool."""
+    """Write out a mask ``[batch, keys]`` and a pattern as ``[batch, 1, queries, keys]``, bool."""
     length = mask.shape[1]
     cols = torch.arange(length, device=mask.device)
     rows = torch.arange(length - q_length, length, device=mask.device)[:, None]

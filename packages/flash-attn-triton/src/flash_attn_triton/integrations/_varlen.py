@@ -1,4 +1,4 @@
-"""Which backend ``torch.nn.attention.varlen.varlen_attn`` chooses, from PyTorch 2.14 on."""
+"""Change the backend that ``torch.nn.attention.varlen.varlen_attn`` chooses, from 2.14 on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# the functions that choose, of PyTorch 2.15 and of 2.14, and their arguments; earlier versions
-# always take the flash backend
+# the choosing functions of PyTorch 2.15 and of 2.14, and their arguments; earlier versions always
+# take the flash backend
 _CHOICES = {
     "_select_backend": (
         "query",
@@ -41,7 +41,7 @@ _CHOICES = {
 def take_varlen() -> Callable[[], None]:
     """Prefer flash attention in ``varlen_attn`` where PyTorch would prefer cuDNN.
 
-    Calls with pages are left alone.
+    Calls with pages are not changed.
 
     Returns:
         A function that undoes it.
@@ -65,8 +65,8 @@ def take_varlen() -> Callable[[], None]:
     paged = names.index("block_table")
 
     def select_backend(*arguments: Any) -> Any:
-        # an order that was set, and a backend that is not enabled, are the user's choice; the
-        # public flash_sdp_enabled is the same function, but cannot be traced
+        # respect a user's priority order and a disabled backend; the public flash_sdp_enabled is
+        # the same function, but cannot be traced
         if (
             arguments[paged] is None
             and not module._is_sdp_priority_order_active()
@@ -76,7 +76,7 @@ def take_varlen() -> Callable[[], None]:
         return original(*arguments)
 
     def can_use_cudnn(*arguments: Any) -> Any:
-        # the backward pass asks with the first arguments alone, and has no pages
+        # the backward pass gives only the first arguments, and has no pages
         is_paged = len(arguments) > paged and arguments[paged] is not None
         return is_paged and original(*arguments)
 

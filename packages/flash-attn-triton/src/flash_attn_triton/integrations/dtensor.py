@@ -1,9 +1,9 @@
-"""Sharding rules of the operators for DTensor: batch and heads stay cut, and nothing else does.
+"""Sharding rules of the operators for DTensor: only cuts along batch and heads are kept.
 
-Attention of one sequence and one group of heads needs nothing of the others, so tensors that are
-cut along the batch, or along heads, are computed with where they are. A cut along tokens is
-gathered first, or exchanged for one of these two, whichever DTensor estimates to cost less;
-:mod:`flash_attn_triton.distributed` computes with such cuts.
+Attention of one sequence and one group of heads does not depend on the rest, so tensors that are
+cut along the batch, or along heads, need no communication. DTensor first gathers a cut along
+tokens, or changes it to one of these two, whichever it estimates to cost less;
+:mod:`flash_attn_triton.distributed` can compute with such a cut.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from .._dense import ops
 
 # a rule: placements of the outputs, and of the tensors by name
 Rule = tuple[list[Any], dict[str, Any]]
-# what has a dimension for sequences, and for heads, as q has
+# tensors with the dimensions of q, and with those of the LSE
 _LIKE_Q = ("dout", "q", "k", "v", "out")
 _LIKE_LSE = ("lse", "dlse")
 
 
 def register() -> None:
-    """Register the rules. A second call does nothing new.
+    """Register the rules. A second call does nothing.
 
-    All tensors of a call have to be DTensors then: sinks and offsets are replicated, as a rule.
-    Heads are cut only where the mesh divides ``heads_k``. With dropout everything is replicated,
-    because a draw counts sequences and heads from the first one.
+    All tensors of a call then have to be DTensors; sinks and offsets are usually replicated. Heads
+    are cut only if the mesh size divides ``heads_k``. With dropout everything is replicated,
+    because a draw depends on the index of the sequence and of the head.
     """
     for operator, rules in ((ops.forward, _forward_rules), (ops.backward, _backward_rules)):
         register_sharding(operator)(_with_names(operator, rules))
 
 
 def _with_names(operator: Any, rules: Callable[[dict[str, Any]], list[Rule]]) -> Callable[..., Any]:
-    """Return rules of all arguments in their order, from rules of arguments by name."""
+    """Turn rules by name into rules for all arguments in order."""
     names = [argument.name for argument in operator._schema.arguments]
     defaults = {a.name: a.default_value for a in operator._schema.arguments}
 
@@ -52,7 +52,7 @@ def _tensors(given: dict[str, Any]) -> list[str]:
 
 
 def _rules(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return what each way to cut a call makes of its arguments."""
+    """Return, for each way to cut a call, the placements of its tensors."""
     q, k = given["q"], given["k"]
     names = _tensors(given)
     found: list[tuple[str, dict[str, Any]]] = [("none", dict.fromkeys(names, Replicate()))]
@@ -69,7 +69,7 @@ def _rules(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _along_batch(name: str, x: Any, batch: int) -> Any:
     if name in (*_LIKE_Q, *_LIKE_LSE):
         return Shard(0)
-    # by sequence, or the same for all
+    # one row per sequence, or the same for all
     has_sequences = x.ndim >= 2 and x.shape[0] == batch > 1
     return Shard(0) if has_sequences else Replicate()
 
@@ -107,7 +107,7 @@ def _backward_rules(given: dict[str, Any]) -> list[Rule]:
         dbias: Any = Replicate()
         dsinks: Any = Replicate()
         if bias is not None and given["needs_dbias"]:
-            # one for all: every rank has a share of its gradient
+            # a bias that all ranks share: each rank has a share of its gradient
             dbias = of["bias"] if way == "none" or of["bias"].is_shard() else Partial()
         if sinks is not None:
             dsinks = Partial() if way == "batch" else of["sinks"]

@@ -11,28 +11,28 @@ Example::
         out = scaled_dot_product_attention(q, k, v, is_causal=True)  # CUDA tensors
     handle.remove()  # PyTorch's own kernels again
 
-PyTorch chooses a backend for each call by rules of its own: the flash backend takes fp16 and bf16
-tensors without a mask. What it does choose runs here, wherever it is called from: modules,
-``torch.nn.attention.varlen.varlen_attn``, ``torch.nn.attention.bias.causal_lower_right``, context
-parallelism. The CUDA kernels of seven operators of ``aten`` are replaced:
-``_scaled_dot_product_flash_attention``, ``_flash_attention_forward``, their ``quantized`` overloads
-for FP8, their backward operators, and ``_flash_attention_forward_no_dropout_inplace``. On CPU
-tensors nothing changes.
+PyTorch chooses a backend for each call: the flash backend takes fp16 and bf16 tensors without a
+mask. Every call for which PyTorch chooses the flash backend runs these kernels, whether it comes
+from a module, ``torch.nn.attention.varlen.varlen_attn``,
+``torch.nn.attention.bias.causal_lower_right`` or context parallelism. The CUDA kernels of seven
+operators of ``aten`` are replaced: ``_scaled_dot_product_flash_attention``,
+``_flash_attention_forward``, their ``quantized`` overloads for FP8, their backward operators, and
+``_flash_attention_forward_no_dropout_inplace``. CPU tensors are not affected.
 
-From 2.14 on, PyTorch gives ``varlen_attn`` to cuDNN first, where cuDNN can compute it. While
-registered, it comes here first; with PyTorch 2.15 ``sdpa_kernel(SDPBackend.CUDNN_ATTENTION)``, and
-an order that was set with ``set_priority=True``, are obeyed. Paged keys and values
-(``block_table``) are served by the package prefix-prefill, by
-``prefix_prefill.integrations.torch.register()``.
+From 2.14 on, PyTorch prefers cuDNN in ``varlen_attn``, if cuDNN can compute the call. While
+registered, these kernels are preferred; PyTorch 2.15 still obeys
+``sdpa_kernel(SDPBackend.CUDNN_ATTENTION)``, and an order set with ``set_priority=True``. For paged
+keys and values (``block_table``) use ``prefix_prefill.integrations.torch.register()`` of the
+package prefix-prefill.
 
-In these operators, ``is_causal`` is aligned to the bottom right, as it is here; the dispatcher of
-``scaled_dot_product_attention``, whose own alignment is to the top left, gives them no causal
-problem whose lengths differ. The fields of the random state are a seed and an offset, as from
-PyTorch's kernels, but have a meaning only for these kernels.
+In these operators, ``is_causal`` is aligned bottom-right, as in this package.
+``scaled_dot_product_attention`` itself aligns top-left, but never passes causal calls with unequal
+lengths to the flash backend. The fields of the random state are a seed and an offset, as in
+PyTorch's kernels, but only these kernels can interpret them.
 
 Registering follows the protocol of ``torch.nn.attention`` for implementations:
 ``"flash_attn_triton"`` appears in ``list_flash_attention_impls()``, and
-``restore_flash_attention_impl()`` undoes it, too.
+``restore_flash_attention_impl()`` also undoes it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _NAME = "flash_attn_triton"
 
 
 class Handle:
-    """A registration that can be taken back."""
+    """A registration that can be undone."""
 
     def remove(self) -> None:
-        """Give PyTorch its own kernels back; does nothing if they are back already."""
+        """Restore PyTorch's own kernels; does nothing if they are already restored."""
         if current_implementation() == _NAME:
             _attention_module().restore_flash_attention_impl()
 
@@ -66,7 +66,7 @@ class Handle:
 
 
 class _Overrides:
-    """The kernels in the dispatcher, for as long as this lives; what the registry holds."""
+    """The kernels in the dispatcher, as long as this object lives; the registry holds it."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         new: Any = torch.library.Library
@@ -80,7 +80,7 @@ class _Overrides:
         self._restore_selection = take_varlen()
 
     def remove(self) -> None:
-        # a library that nobody holds takes its kernels out of the dispatcher
+        # a library without references removes its kernels from the dispatcher
         self.library = None
         self._restore_selection()
 
@@ -88,7 +88,7 @@ class _Overrides:
 def register() -> Handle:
     """Make these kernels PyTorch's flash attention on GPUs, in this process.
 
-    Replaces whatever implementation was active. Does nothing to a process that already runs it.
+    Replaces the active implementation. Does nothing if these kernels are already active.
 
     Returns:
         A handle, whose ``remove()`` restores PyTorch's kernels. It is also a context manager.
@@ -104,7 +104,7 @@ def register() -> Handle:
 
 
 def current_implementation() -> str | None:
-    """Name of the implementation that was activated, None for PyTorch's own."""
+    """Return the name of the active implementation, None for PyTorch's own."""
     name: str | None = _attention_module().current_flash_attention_impl()
     return name
 

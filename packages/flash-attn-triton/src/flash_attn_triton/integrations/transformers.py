@@ -8,38 +8,38 @@ Example::
     name = attention.register()  # "triton_attention"
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=name)
 
-Name the implementation when the model is made: ``set_attn_implementation`` on an encoder-decoder
+Name the implementation when you create the model: ``set_attn_implementation`` on an encoder-decoder
 does not reach its two halves.
 
 Two functions are registered under the name. The *mask function* runs once per forward pass. It
-recognises causal, bidirectional, sliding-window and packed patterns, of which nothing needs to be
-stored, and hands the layers ``None`` or a two-dimensional mask with the pattern and the packing
-attached. Any other pattern (chunked attention, image blocks, prefix language models) becomes a
-boolean mask ``[batch, 1, queries, keys]``, which the kernel takes as an additive bias. The
-*attention function* runs once per layer.
+recognises causal, bidirectional, sliding-window and packed patterns, for which no mask is stored,
+and passes the layers ``None`` or a two-dimensional mask with the pattern and the packing attached.
+Any other pattern (chunked attention, image blocks, prefix language models) becomes a boolean mask
+``[batch, 1, queries, keys]``, which the kernel takes as an additive bias. The *attention function*
+runs once per layer.
 
 ================================  =================================================================
 input                             what runs
 ================================  =================================================================
-no padding                        the fixed-length kernel on the tensors as they are
-padding on either side            valid tokens packed, ``flash_attn_varlen_func``, padded back with
-                                  zeros; the same indices serve every layer
+no padding                        the fixed-length kernel, without copies
+padding on either side            ``flash_attn_varlen_func`` on the packed valid tokens, padded back
+                                  with zeros; all layers use the same indices
 packed sequences                  ``flash_attn_varlen_func``, from ``position_ids`` that restart or
                                   from ``cu_seq_lens_q`` ... ``max_length_k``
 decoding with padding, a static   the fixed-length kernel with a bias ``[batch, 1, queries, keys]``:
-cache, or past a window           the cache is neither copied nor is its content waited for
+cache, or past a window           no copy of the cache, and no wait for its content
 any other mask                    the fixed-length kernel with the mask as bias
 ================================  =================================================================
 
-The device is waited for in two places: to find out whether a given mask has any padding (and then
-where), once per forward pass, as ``transformers`` does for its own implementations; and to find
-packed sequences in ``position_ids`` when the batch is one. While ``torch.compile`` traces, or a
-CUDA graph is captured, masks are not looked into; one that is given becomes a bias.
+The host waits for the device in two places: once per forward pass, to find the padding of a given
+mask, as ``transformers`` does for its own implementations; and to find packed sequences in
+``position_ids`` if the batch is one. While ``torch.compile`` traces, or a CUDA graph is captured,
+masks are not read; a given mask then becomes a bias.
 
 Scaling, dropout, soft-capping (``softcap``), attention sinks (``s_aux``, ``learnable_sink`` or
-``sinks``), relative position biases (``position_bias``), grouped-query attention and a head
-dimension of its own for values are passed to the kernel. What has no counterpart here raises:
-attention weights, paged caches, sparse indices, and any keyword that is not known.
+``sinks``), relative position biases (``position_bias``), grouped-query attention and a different
+head dimension of values are passed to the kernel. Attention weights, paged caches, sparse indices
+and unknown keywords raise.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ from ._masks import (
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
-# transformers gives these substrings of a name a meaning of its own
+# transformers interprets these substrings of a name
 _RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged", "|", "/")
 
-# set by models with sparse attention, for kernels that gather keys by index
+# arguments that raise, and the reason
 _UNSUPPORTED = {
     "output_attentions": "attention weights are never materialised; load the model with "
     'attn_implementation="eager" to see them',
@@ -90,7 +90,7 @@ _UNSUPPORTED = {
     "block_indices": "attention to a list of key blocks is not supported",
 }
 
-# what models hand down to their layers, and what does not concern the attention of one
+# arguments that models pass to all their layers, and that do not affect attention
 _IGNORED = frozenset(TransformersKwargs.__annotations__) | {
     "cache_params",
     "cache_position",
@@ -133,9 +133,9 @@ def register(name: str = "triton_attention") -> str:
     Registering again, or under a second name, does no harm.
 
     Args:
-        name: The name to register. It must not contain "flash", which makes ``transformers``
-            replace the implementation by another or refuse it, nor "sdpa", "flex_attention",
-            "eager", "paged", "|" or "/". Default: ``"triton_attention"``.
+        name: The name to register. It must not contain "flash", because ``transformers`` treats
+            such a name as its own flash path, nor "sdpa", "flex_attention", "eager", "paged", "|"
+            or "/". Default: ``"triton_attention"``.
 
     Returns:
         The name.
@@ -175,47 +175,47 @@ def attention_forward(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, as a layer of a ``transformers`` model asks for it.
+    """Compute attention for a layer of a ``transformers`` model.
 
     Args:
-        module: The calling layer; ``is_causal`` is read from it where not given (default True).
+        module: The calling layer; its ``is_causal`` is used if none is given (default True).
         query: ``[batch, heads_q, queries, head_dim]``.
         key: ``[batch, heads_k, keys, head_dim]``; static caches may be longer than the mask.
         value: ``[batch, heads_k, keys, head_dim_v]``.
-        attention_mask: None; valid keys ``[batch, keys]`` (bool), or the sequence that each key
-            belongs to (int32, 0 for padding), where the last columns stand for the queries; or
-            ``[batch or 1, heads_q or 1, queries, keys]``, bool or additive, which then is all the
-            masking there is.
+        attention_mask: None; or ``[batch, keys]``, True for valid keys (bool), or the number of
+            each key's sequence (int32, 0 for padding), where the last columns are the queries; or
+            ``[batch or 1, heads_q or 1, queries, keys]``, bool or additive, which replaces all
+            other masking.
         dropout: Probability with which a weight is dropped. Default: ``0.0``.
         scaling: Factor of the scores. Default: ``head_dim ** -0.5``.
         is_causal: Whether a query sees only keys up to its own. Default: ``module.is_causal``.
-        sliding_window: Number of keys a causal query sees, its own included; without causality
-            this many less one on either side.
+        sliding_window: Number of keys that a causal query sees, including its own; a bidirectional
+            query sees one less on either side.
         softcap: ``softcap * tanh(scores / softcap)`` replaces the scores.
-        s_aux: Sinks ``[heads_q]``: logits that take part in the softmax only.
+        s_aux: Sinks ``[heads_q]``: one more logit per head in the softmax denominator.
         learnable_sink: Another name of ``s_aux``.
         sinks: Another name of ``s_aux``.
         position_bias: Added to the scores, broadcastable to ``[batch, heads_q, queries, keys]``.
         position_ids: ``[1, tokens]``; restarts separate packed sequences.
         cu_seq_lens_q: Cumulative lengths of packed sequences ``[sequences + 1]``.
         cu_seq_lens_k: The same for keys.
-        max_length_q: The longest of them.
+        max_length_q: The longest sequence.
         max_length_k: The same for keys.
-        deterministic: Whether gradients have to repeat bit for bit. Default: what
-            ``torch.use_deterministic_algorithms`` or, as ``transformers`` sets it, the environment
-            variable ``FLASH_ATTENTION_DETERMINISTIC=1`` asks for.
-        **kwargs: What models hand down to all their layers is ignored; anything else raises.
+        deterministic: Whether gradients have to repeat bit for bit. Default: True if
+            ``torch.use_deterministic_algorithms`` is on, or if the environment has
+            ``FLASH_ATTENTION_DETERMINISTIC=1``, which ``transformers`` sets.
+        **kwargs: Arguments that models pass to all their layers are ignored; all others raise.
 
     Returns:
-        The output ``[batch, queries, heads_q, head_dim_v]`` (zeros for padding), and None in the
-        place of the weights.
+        The output ``[batch, queries, heads_q, head_dim_v]`` (zeros for padding), and None in place
+        of the weights.
 
     Raises:
         TypeError: For a two-dimensional mask that is neither boolean nor integer.
-        ValueError: For a mask whose shape does not fit, masks that contradict each other, or sinks
-            under several names.
-        NotImplementedError: For attention weights, paged caches, sparse indices, and anything
-            else that is not known here.
+        ValueError: For a mask of the wrong shape, masks that contradict each other, or sinks under
+            several names.
+        NotImplementedError: For attention weights, paged caches, sparse indices, and any unknown
+            argument.
     """
     refuse_others(kwargs, _UNSUPPORTED, _IGNORED, "triton attention", "eager")
     if is_causal is None:
@@ -238,7 +238,7 @@ def attention_forward(
     if packing is not None:
         if position_bias is not None:
             raise NotImplementedError("position_bias together with cu_seq_lens_q")
-        # a mask of sequence numbers stands for position_ids, which say the same
+        # a mask of sequence numbers comes from position_ids and repeats the packing
         if attention_mask is None or attention_mask.dtype == torch.int32:
             return _attend_packed(q, k, v, packing, pattern, options), None
         if attention_mask.ndim != 4:
@@ -274,7 +274,7 @@ def attention_forward(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for the attention of PyTorch, whose place this takes."""
+    """Cast as autocast does for PyTorch's own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -299,7 +299,7 @@ def _packing_of_call(
     max_q: int | None,
     max_k: int | None,
 ) -> Packing | None:
-    """Take cumulative lengths that the caller has; every token of the tensors belongs to one."""
+    """Return the packing of given cumulative lengths; all tokens belong to some sequence."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -315,7 +315,7 @@ def _packing_of_call(
 
 
 def _apart(mask: Tensor, q: Tensor, k: Tensor, packing: Packing) -> Tensor:
-    """Hide from each packed sequence the others, in a mask that is written out."""
+    """Hide, in a written-out mask, packed sequences from each other."""
     rows, cols = (
         torch.searchsorted(
             ends, torch.arange(x.shape[0] * x.shape[1], device=ends.device), right=True
@@ -329,7 +329,7 @@ def _apart(mask: Tensor, q: Tensor, k: Tensor, packing: Packing) -> Tensor:
 def _check_mask(
     mask: Tensor, layout: Layout | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Check a mask ``[batch, keys]``, and drop the keys of a static cache past its end."""
+    """Check a mask ``[batch, keys]``, and drop the keys of a static cache after the mask's end."""
     if mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise TypeError(f"a two-dimensional attention_mask must be bool or int, got {mask.dtype}")
     if mask.shape[0] != q.shape[0] or mask.shape[1] > k.shape[1]:
@@ -346,9 +346,9 @@ def _check_mask(
 
 
 def _pack_unannounced(mask: Tensor, q_length: int, pattern: Pattern) -> Packing | None:
-    """Pack by a mask that did not come from, or was changed since, the mask function.
+    """Pack by a mask that the mask function did not make, or that was changed since.
 
-    None where the mask must be written out: a window across padding in the middle.
+    None if the mask must be written out: a window across padding in the middle.
     """
     ids = mask if mask.dtype == torch.int32 else mask != 0
     if pattern.bites(mask.shape[1]) and bool(has_holes(mask != 0)):
