@@ -380,17 +380,14 @@ def _check(
     returns_lse: bool,
 ) -> Checked:
     """Run the checks that fixed and packed calls share, and keep their result by signature."""
-    heads_k = x.k.shape[-2]
     if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
-        checks.check_extras(
-            x.q, batch, heads_k, seqlen_q, seqlen_k, x.bias, x.alibi_slopes, x.sinks
-        )
+        checks.check_extras(x.q, batch, seqlen_q, seqlen_k, x.bias, x.alibi_slopes, x.sinks)
     out_dtype = checks.check_low_precision(
         x.q,
         x.k,
         x.v,
         batch,
-        heads_k,
+        x.k.shape[-2],
         x.q_descale,
         x.k_descale,
         x.v_descale,

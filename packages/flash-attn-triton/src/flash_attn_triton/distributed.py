@@ -239,7 +239,7 @@ def _check(
         q, 0.0, softmax_scale, causal, window_size, softcap, *flags[:1], False, flags[1]
     )
     if sinks is not None:
-        checks.check_extras(q, 1, k.shape[-2], q.shape[-3], k.shape[-3], None, None, sinks)
+        checks.check_extras(q, 1, q.shape[-3], k.shape[-3], None, None, sinks)
     if heads_at is not None:
         for name, x in (("heads_q", q), ("heads_k", k)):
             if x.shape[-2] % heads_at.group_size:

@@ -93,17 +93,17 @@ class Given:
 
 
 class Checked(NamedTuple):
-    """What is known of every call of one form."""
+    """The properties that a signature determines for all its calls."""
 
     options: Options
     out_dtype: torch.dtype
     # whether gradients have to repeat bit for bit
     deterministic: bool
-    # whether a row of the forward depends on its own query and keys alone
+    # whether a row of the forward depends only on its own query and keys
     invariant: bool
-    # None where the operators have to be asked
+    # None if calls must go through the operators
     plan: Plan | None = None
-    # None where nobody can ask for a gradient later
+    # None if no gradient can be asked for later
     given: Given | None = None
     # whether the caller gets the lse
     returns_lse: bool = True

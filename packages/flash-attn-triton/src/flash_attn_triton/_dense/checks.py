@@ -97,7 +97,6 @@ def check_used(starts: list[int], seqused_k: Tensor | None) -> None:
 def check_extras(
     q: Tensor,
     batch: int,
-    heads_k: int,
     seqlen_q: int,
     seqlen_k: int,
     bias: Tensor | None,

@@ -212,7 +212,7 @@ def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -
         fits = out_dtype == x.q.dtype  # TMA does not convert
     return (
         fits
-        and _takes_hopper(x, options, (*HALF, torch.float8_e4m3fn))
+        and _takes_hopper(x, (*HALF, torch.float8_e4m3fn))
         # with a left window the first keys are left out, but dropout numbers keys from the first
         and (options.dropout_p == 0.0 or options.window_left < 0)
         and max(x.q.shape[-1], x.v.shape[-1]) > 32  # half of a tile would be padding
@@ -266,7 +266,7 @@ def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
 def takes_hopper_backward(x: Tensors, options: Options) -> bool:
     """Tell whether the Hopper backward runs a call; portable kernels run all other calls."""
     return (
-        _takes_hopper(x, options)
+        _takes_hopper(x)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
         and (x.bias is None or _has_tiles(x.bias, options))
     )
@@ -294,7 +294,7 @@ def takes_short_backward(x: Tensors, options: Options, out_dtype: torch.dtype) -
     )
 
 
-def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
+def _takes_hopper(x: Tensors, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
     return (
         HOPPER
         and x.q.device.type != "cpu"

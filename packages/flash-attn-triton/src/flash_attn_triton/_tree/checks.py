@@ -39,7 +39,7 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     checks.check_qkv(q, k, v, 3)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have as many tokens as q, {q.shape[0]}, got {k.shape[0]}")
-    checks.check_extras(q, 0, k.shape[1], 0, 0, None, None, sinks)
+    checks.check_extras(q, 0, 0, 0, None, None, sinks)
 
 
 def check_tree_reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:

@@ -115,7 +115,7 @@ class HopperTreeForward:
 class HopperTreeBackward:
     """The launcher of dq, dk and dv for a signature."""
 
-    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
+    def __init__(self, form: Form, tile: HopperBackwardTile | None = None) -> None:
         self._form = form
         self._tile = tile = tile or hopper_backward_tile(
             form.widest_head, form.constants.HAS_SOFTCAP

@@ -85,7 +85,7 @@ def _await_first(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _find_next(step, steps, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the counter and the turn of the next step; for the last step, its own."""
+    """Return counter and ``turn`` of the next step's half; for the last step, its own."""
     step = gl.minimum(step + 1, steps - 1)
     _place, counter, turn = _find_tile(step, W, program, OPTIONS, TILE)
     return counter, turn

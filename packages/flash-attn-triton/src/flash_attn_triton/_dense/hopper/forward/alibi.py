@@ -38,8 +38,8 @@ def _columns(s, first):
     """Return the columns of a tile, in fp32: ``eights + ones``, ``[BLOCK_N // 8]`` and ``[8]``.
 
     A thread holds the same two columns of every eight columns. The eights are compile-time numbers;
-    the two ones are converted once per tile. They hide behind ``opaque``: if the compiler knew that
-    they are equal for all tiles, it would keep all terms in registers.
+    the two ones are converted once per tile. ``opaque`` hides that they are equal for all tiles: a
+    compiler that knew it would keep all terms in registers.
     """
     COUNT: gl.constexpr = s.shape[1]
     cube = gl.reshape(s, [s.shape[0], COUNT // 8, 8])
