@@ -78,7 +78,7 @@ def flash_attn_func(
             contiguous part j of m of the tokens that a rank of ``group`` would hold, with all
             heads; between two all-to-alls it computes attention of all of those tokens and
             ``1 / m`` of the heads. m divides both numbers of heads, and ``group`` must be given: a
-            group of this rank alone if nothing else is cut. Default: None.
+            group with only this rank if nothing else is cut. Default: None.
         validate: first compare shapes, dtypes, options and sinks over the ranks, and raise on all
             ranks if they differ; this waits for the device. CPU calls always compare.
             Default: False.

@@ -279,7 +279,7 @@ SHORT_HEAD_DIM = 64
 
 
 def takes_short_backward(x: Tensors, options: Options, out_dtype: torch.dtype) -> bool:
-    """Tell whether one launch makes all gradients: of a call with q, k and v alone, all short."""
+    """Tell whether one launch makes all gradients: of short sequences with only q, k and v."""
     return (
         HOPPER
         # rng_state is still None when the launcher is made

@@ -145,10 +145,7 @@ class Rows:
 
 
 class Step(NamedTuple):
-    """An exchange: ``receives`` rows arrive from ``source``, and ``sends`` go to ``target``.
-
-    Either may be empty.
-    """
+    """An exchange: ``receives`` rows arrive from ``source``, and ``sends`` go to ``target``."""
 
     source: int
     target: int
@@ -354,10 +351,7 @@ def _raster(rectangles: Sequence[Rectangle]) -> tuple[int, int, int]:
 
 
 def _rasters(ranges: list[tuple[int, int]]) -> list[Raster] | None:
-    """Return ranges as one raster, if equally long and equally far apart, or as fewer than MERGED.
-
-    None if neither is possible.
-    """
+    """Return ranges as one raster, if equally long and far apart, or as a few, or None."""
     if not ranges:
         return []
     begin, end = ranges[0]

@@ -119,14 +119,9 @@ class BiasSum:
         processors: int,
         together: Together | None = None,
     ) -> None:
-        """Prepare the launches of a call.
+        """Prepare the launch of the sum for a GPU with ``processors`` multiprocessors.
 
-        Args:
-            form: The signature, as numbers and constants.
-            x: Tensors of a call with it.
-            tile: The tile of the backward.
-            processors: Multiprocessors of the GPU.
-            together: The result of ``side_by_side``; None with ordered additions.
+        ``together`` is the result of ``side_by_side``, or None with ordered additions.
         """
         self._form = form
         self._tokens = tokens_q, tokens_k = x.q.shape[1], x.k.shape[1]

@@ -250,7 +250,7 @@ def panels_in_rows(sums):
 
 @gluon.jit
 def stage_panels(rows, buffers, number):
-    """Store what ``panels_in_rows`` returned, for TMA to add."""
+    """Store the rows of ``panels_in_rows`` in ``buffers``, for TMA to add."""
     for i in gl.static_range(len(rows)):
         buffers[i].index(number).store(rows[i])
     hopper.fence_async_shared()

@@ -314,7 +314,7 @@ class BackwardPlan:
         return None if x.sinks is None else sink_gradient(dense(x.sinks), lse, delta)
 
 
-# calls with q, k and v alone
+# calls with only q, k and v
 NO_EXTRAS = Extras(*(None,) * len(Extras._fields))
 
 

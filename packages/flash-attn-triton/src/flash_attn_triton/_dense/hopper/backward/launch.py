@@ -36,7 +36,7 @@ from .round_dq import round_dq_kernel
 ORDERED_SPAN = 32
 # registers per thread at the start of the backward
 REGISTERS = 168
-# one draw of dropout serves so many queries, and so many keys
+# elements that share a draw of dropout lie within so many queries, and so many keys
 DRAWN_TOGETHER = 16
 
 

@@ -1,4 +1,4 @@
-"""Places of tiles of queries that the producer of the backward hands to the consumers."""
+"""Places of tiles of queries, which the producer of the backward passes to the consumers."""
 
 from ...._linked.hopper.compat import gl, gluon
 

@@ -388,7 +388,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     if count_turns(program.walk, OPTIONS) > 0:
         _pass_on(dq, carried.last, carried.turn + 1, W, 0, program, OPTIONS, TILE)
     where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
-    # dv goes out through this warpgroup's values, which it alone reads; dk through its keys, which
+    # dv is stored through this warpgroup's values, which only it reads; dk through its keys, which
     # the other warpgroup may still be multiplying
     if TILE.MAKES_DV:
         dv = carried.dv

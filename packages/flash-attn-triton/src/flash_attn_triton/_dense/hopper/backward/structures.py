@@ -121,7 +121,7 @@ class Tile(NamedTuple):
     STAGES_Q: Any  # of the ring of queries
     STAGES_O: Any  # of the ring of output gradients
     STAGES_B: Any  # of the ring of the bias
-    MAKES_DK: Any  # the launch makes dk and dq; if not, dv alone
+    MAKES_DK: Any  # the launch makes dk and dq; if not, only dv
     MAKES_DV: Any
 
 
@@ -159,7 +159,7 @@ class Walk(NamedTuple):
     """The tiles of queries that see some key of a block: four parts, from each field to the next.
 
     Tiles [cross, whole) and [part, end) need a mask, or with ALiBi have keys on both sides; tiles
-    [whole, part) see all keys. Tiles [begin, cross) exist with ALiBi alone: they see all keys, and
+    [whole, part) see all keys. Tiles [begin, cross) exist only with ALiBi: they see all keys, and
     come before them.
     """
 
@@ -191,7 +191,7 @@ class Pipeline(NamedTuple):
 
 
 class ValuePipeline(NamedTuple):
-    """The fields of ``Pipeline`` that a launch for dv alone needs."""
+    """The fields of ``Pipeline`` that a launch only for dv needs."""
 
     q_s: Any
     k_s: Any

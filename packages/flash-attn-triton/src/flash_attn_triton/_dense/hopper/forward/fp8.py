@@ -79,7 +79,7 @@ def walk_fp8(
 
 @gluon.jit
 def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return ``(low, left, right, high)`` as ``key_tiles``, for the rows of warpgroup ``W`` alone.
+    """Return ``(low, left, right, high)`` as ``key_tiles``, only for the rows of warpgroup ``W``.
 
     They stay within the block's tiles. A warpgroup after the last query has none, and without a
     mask the last tile counts as masked only if it is not full.

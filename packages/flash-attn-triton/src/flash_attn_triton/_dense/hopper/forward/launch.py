@@ -72,15 +72,9 @@ class HopperForward:
         is_kept: bool = False,
         tile: HopperTile | None = None,
     ) -> None:
-        """Prepare the launches of calls with one signature.
+        """Prepare the launches; ``is_kept``: the launcher will be reused.
 
-        Args:
-            form: The signature, as numbers and constants.
-            x: Tensors of a call with it.
-            out_dtype: Type of the output.
-            portable: Runs empty calls and calls with too many tiles.
-            is_kept: Whether the launcher will be reused.
-            tile: The tile; None: from the tile table.
+        ``portable`` runs empty calls and calls with too many tiles.
         """
         self._form = form
         self._out_dtype = out_dtype
@@ -277,7 +271,7 @@ class HopperForward:
 
 # head dimensions in one panel
 NO_PANELS = (None,) * 4
-# calls with q, k and v alone
+# calls with only q, k and v
 NO_EXTRAS = (None,) * 7
 
 

@@ -85,10 +85,7 @@ class Schedule(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Earlier results over other keys. They lie in ``out`` and ``lse``; this call merges into them.
-
-    Merging overwrites both.
-    """
+    """Earlier results over other keys, in ``out`` and ``lse``; the merged results replace them."""
 
     stride_lse_b: Any
     stride_lse_h: Any
