@@ -1,4 +1,4 @@
-"""Checks of paged caches: their layout and dtype, and what is written into them."""
+"""Checks of paged caches: layout, dtype, and the inputs of writes."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .._linked.host.arguments import (
 from .._paged.tensor_checks import check_device, check_indices, check_scale_tensor
 from .layout import PACKED_NDIM, CacheSizes, cache_sizes, head_dim_of_values, is_packed
 
-# how caches are stored whose dtype alone does not say what they hold
+# storage dtype of integer caches, which need a kv_dtype to be told from FP8 in bytes
 KV_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
 
 _NHD = "[num_blocks, block_size, heads_k, head_dim]"
@@ -23,7 +23,7 @@ _PACKED_V = "[num_blocks, heads_k, head_dim_v, block_size]"
 
 
 def fp8_view(q: Tensor, cache: Tensor) -> Tensor:
-    """Return a cache that is stored as bytes in the FP8 dtype (e4m3) of its platform."""
+    """Return a uint8 cache as a view in the platform's FP8 dtype (e4m3), other caches unchanged."""
     if not isinstance(cache, Tensor) or cache.dtype != torch.uint8 or not isinstance(q, Tensor):
         return cache
     return cache.view(check_fp8_hardware("k_cache", cache.device))
@@ -37,18 +37,18 @@ def fp8_dtypes_of(device: torch.device, name: str) -> tuple[torch.dtype, torch.d
 
 
 def check_kv_dtype(kv_dtype: str | None) -> None:
-    """Check the name of a cache's dtype, where its own does not say what it holds."""
+    """Check the name of an integer cache's dtype."""
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ValueError(f"kv_dtype must be None, 'int8' or 'int4', got {kv_dtype!r}")
 
 
 def stored_view(q: Tensor, cache: Tensor, kv_dtype: str | None) -> Tensor:
-    """Return a cache in the dtype in which it is read: uint8 is int4 from here on."""
+    """Return a cache in the dtype in which it is read; after this, uint8 always means int4."""
     return fp8_view(q, cache) if kv_dtype is None else cache
 
 
 def check_quantised(k_cache: Tensor, kv_dtype: str) -> None:
-    """Check a cache of integers, whose scales are ``check_scale_caches``'."""
+    """Check a cache of integers; ``check_scale_caches`` checks its scales."""
     if k_cache.dtype != KV_DTYPES[kv_dtype]:
         raise TypeError(
             f"k_cache must be {KV_DTYPES[kv_dtype]} for kv_dtype {kv_dtype!r}, got {k_cache.dtype}"
@@ -60,6 +60,7 @@ def check_quantised(k_cache: Tensor, kv_dtype: str) -> None:
 
 
 def check_fp8_cache(k_cache: Tensor) -> None:
+    """Check the dtype of an FP8 cache."""
     allowed = fp8_dtypes_of(k_cache.device, "k_cache")
     if k_cache.dtype not in allowed:
         raise TypeError(
@@ -69,7 +70,10 @@ def check_fp8_cache(k_cache: Tensor) -> None:
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor) -> CacheSizes:
-    """Check the form of a cache; return its sizes. Values may have any head dimension."""
+    """Check shapes, dtypes and devices of a cache; return its sizes.
+
+    The head dimension of values is not checked.
+    """
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
     k_shape, v_shape = k_cache.shape, v_cache.shape
@@ -108,7 +112,7 @@ def check_cache_inputs(
     v_scale: Tensor | None,
     kv_dtype: str | None = None,
 ) -> None:
-    """Check what is to be written into a cache."""
+    """Check the inputs of a write into a cache."""
     check_tensor("k", k)
     check_tensor("v", v)
     if k.dtype not in FLOAT_DTYPES:

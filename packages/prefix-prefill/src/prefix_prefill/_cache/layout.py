@@ -1,4 +1,4 @@
-"""The two layouts of a cache, as one set of sizes and strides.
+"""The two layouts of a cache (NHD and packed), as one set of sizes and strides.
 
 NHD: keys ``[num_blocks, block_size, heads_k, head_dim]``, values
 ``[num_blocks, block_size, heads_k, head_dim_v]``. Packed: keys
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 PACKED_NDIM = 5
-# the largest code of caches that have a scale for each token and head; uint8 holds two of 4 bits
+# largest code of caches with a scale per token and head; uint8 holds two int4 codes
 INT_MAX = {torch.int8: 127, torch.uint8: 7}
 
 
 class CacheSizes(NamedTuple):
-    """What both layouts have, of the keys."""
+    """Sizes of a cache in either layout; ``head_dim`` is that of the keys."""
 
     num_blocks: int
     block_size: int
@@ -26,10 +26,10 @@ class CacheSizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Where number d of a slot of a page lies.
+    """Strides of keys or values.
 
-    At ``page * page + slot * slot + head * head + d // run * step + d % run * inner``. The
-    last size of the keys is their ``run``; that of values is their head dim.
+    Number d of a vector is ``d // run * step + d % run * inner`` after its first number. ``run`` is
+    the last dimension of the keys, or the head dimension of values.
     """
 
     page: int
@@ -39,18 +39,18 @@ class Strides(NamedTuple):
     inner: int
 
     def of_words(self, size: int) -> "Strides":
-        """Return the same in words of ``size`` numbers, which lie next to each other."""
+        """Return the strides in words of ``size`` contiguous numbers."""
         page, slot, head, step, inner = self
         return Strides(page // size, slot // size, head // size, step // size, inner)
 
 
 def is_packed(k_cache: Tensor) -> bool:
-    """Say which layout a cache has; its keys tell."""
+    """Return whether a cache has the packed layout."""
     return k_cache.ndim == PACKED_NDIM
 
 
 def numbers_of_byte(cache: Tensor) -> int:
-    """Return how many numbers an element of a cache is: bytes of an FP8 cache have its dtype."""
+    """Return how many numbers an element holds: 2 in uint8 (int4), else 1."""
     return 2 if cache.dtype == torch.uint8 else 1
 
 
@@ -63,14 +63,14 @@ def cache_sizes(k_cache: Tensor) -> CacheSizes:
 
 
 def head_dim_of_values(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return how many numbers a value of a cache has."""
+    """Return the head dimension of values."""
     if is_packed(k_cache):
         return v_cache.shape[2]
     return v_cache.shape[3] * numbers_of_byte(v_cache)
 
 
 def key_strides(k_cache: Tensor) -> Strides:
-    """Return how keys are addressed."""
+    """Return the strides of keys."""
     if is_packed(k_cache):
         page, head, step, slot, inner = k_cache.stride()
         return Strides(page, slot, head, step, inner)
@@ -79,7 +79,7 @@ def key_strides(k_cache: Tensor) -> Strides:
 
 
 def value_strides(k_cache: Tensor, v_cache: Tensor) -> Strides:
-    """Return how values are addressed."""
+    """Return the strides of values."""
     if is_packed(k_cache):
         page, head, inner, slot = v_cache.stride()
         return Strides(page, slot, head, 0, inner)
@@ -87,8 +87,8 @@ def value_strides(k_cache: Tensor, v_cache: Tensor) -> Strides:
 
 
 def gather_pages(cache: Tensor, pages: Tensor, packed: bool) -> Tensor:
-    """Return whole pages, one after the other: ``[tokens, heads_k, head_dim]``."""
-    # indexing knows no FP8
+    """Return whole pages, concatenated: ``[tokens, heads_k, head_dim]``."""
+    # indexing does not support FP8
     is_fp8 = cache.element_size() == 1
     found = cache.view(torch.uint8)[pages].view(cache.dtype) if is_fp8 else cache[pages]
     if packed and found.ndim == PACKED_NDIM:

@@ -1,4 +1,4 @@
-"""Checks of scales that lie beside a cache: one for each of its tokens and heads."""
+"""Checks of the scales of integer caches: one per token and head."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def check_scale_caches(
     is_reference: bool = False,
     names: tuple[str, str] = ("k_descale", "v_descale"),
 ) -> None:
-    """Check the scales of single tokens; ``names`` are those of the scales of heads."""
+    """Check the scales per token; ``names`` are the argument names of the scales per head."""
     sizes = cache_sizes(k_cache)
     scales = ("k_scale_cache", k_scale_cache), ("v_scale_cache", v_scale_cache)
     for (name, x), other_name, other in zip(scales, names, (k_scale, v_scale), strict=True):

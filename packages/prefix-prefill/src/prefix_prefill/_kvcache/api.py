@@ -1,4 +1,4 @@
-"""Attention over a cache of rows or pages that the call appends to, as flash-attn 2 has it."""
+"""``flash_attn_with_kvcache`` of flash-attn 2: append to a cache of rows or pages, then attend."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,12 +16,11 @@ from . import checks as kvcache_checks
 
 
 class _Known(NamedTuple):
-    """What is known of every call of one form."""
+    """What all calls with one signature share."""
 
     append: AppendOptions
     attend: RowOptions
-    # None where calls have to go through the operators
-    plans: tuple[AppendPlan | None, RowPlan] | None = None
+    plans: tuple[AppendPlan | None, RowPlan] | None = None  # None: calls go through the operators
 
 
 _known: Memory[_Known] = Memory()
@@ -56,15 +55,15 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, then attend to it; flash-attn 2's function.
 
-    With ``k`` and ``v``, they are written in place behind the ``cache_seqlens`` keys of each
-    sequence, rotated if there are ``rotary_cos`` and ``rotary_sin``, and the queries see them. The
-    scores and masks are those of :func:`paged_attn_func`: with ``seqlen_k`` keys of a sequence, new
-    ones included, query i stands at ``i' = i + seqlen_k - seqlen_q``.
+    ``k`` and ``v``, if given, are written in place after the ``cache_seqlens`` keys of each
+    sequence, and the queries see them. With ``rotary_cos`` and ``rotary_sin``, ``k`` and ``q`` are
+    rotated. Scores and masks are those of :func:`paged_attn_func`: if a sequence has ``seqlen_k``
+    keys, new ones included, query i is at position ``i' = i + seqlen_k - seqlen_q``.
 
-    Rotary embeddings (RoFormer: Su et al. 2021) turn the pair ``(x, y)`` of numbers at position p
-    into ``(x cos[p] - y sin[p], x sin[p] + y cos[p])``, in fp32. New key i stands at
-    ``cache_seqlens + i``; query i too, under ``causal`` or a window, and at ``cache_seqlens``
-    without.
+    Rotary embeddings (RoFormer: Su et al. 2021) replace the pair ``(x, y)`` of numbers at position
+    p by ``(x cos[p] - y sin[p], x sin[p] + y cos[p])``, in fp32. New key i is at position
+    ``cache_seqlens + i``. So is query i with ``causal`` or a window; otherwise every query is at
+    ``cache_seqlens``.
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is a
@@ -72,49 +71,50 @@ def flash_attn_with_kvcache(
         k_cache: keys, ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or, with ``block_table``,
             ``[num_blocks, block_size, heads_k, head_dim]``; dtype of ``q``, or as ``kv_dtype``
             says. Any strides, any ``block_size``; the cache is never copied.
-        v_cache: values, likewise, with a ``head_dim_v`` that is that of ``q`` or another multiple
-            of 8 up to 512.
+        v_cache: values, ``k_cache``'s shape and dtype, but for ``head_dim_v``, a multiple of 8 up
+            to 512.
         k: new keys, ``[batch, seqlen_new, heads_k, head_dim]``, dtype of ``q``. Default: None.
-        v: new values, ``[batch, seqlen_new, heads_k, head_dim_v]``, likewise.
-        rotary_cos: ``[seqlen_ro, rotary_dim / 2]``, dtype of ``q`` or fp32, for as many positions
-            as the cache has room for; ``rotary_dim`` is at most ``head_dim``, and the columns
-            after it are not rotated. Needs ``k`` and ``v``. Default: None.
-        rotary_sin: likewise.
-        cache_seqlens: how many keys of each sequence the cache holds, an int for all or int32
-            ``[batch]`` (int64 is converted); what ``cache_leftpad`` leaves out counts, too.
-            Default: None, as many as it has room for.
-        cache_batch_idx: in which row of the cache each sequence is, int32 or int64 ``[batch]``,
-            all different where new keys are written. Default: None, sequence b in row b.
-        cache_leftpad: how many slots at the beginning of a row hold no key, int32 ``[batch]``.
+        v: new values, ``[batch, seqlen_new, heads_k, head_dim_v]``, dtype of ``q``. Default: None.
+        rotary_cos: cosines, ``[seqlen_ro, rotary_dim / 2]``, dtype of ``q`` or fp32.
+            ``seqlen_ro`` is at least the slots of a sequence; ``rotary_dim`` is at most
+            ``head_dim``, and the columns after it are not rotated. Needs ``k`` and ``v``.
+            Default: None.
+        rotary_sin: sines, shape and dtype of ``rotary_cos``.
+        cache_seqlens: number of keys of each sequence in the cache, without new ones: an int for
+            all or int32 ``[batch]`` (int64 is converted). It includes the ``cache_leftpad`` slots.
+            Default: None, a full cache.
+        cache_batch_idx: row of the cache of each sequence, int32 or int64 ``[batch]``; rows must
+            differ if new keys are written. Default: None, sequence b in row b.
+        cache_leftpad: number of slots without a key at the beginning of a row, int32 ``[batch]``.
             Default: None (0).
-        block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Not beside
-            ``cache_batch_idx`` or ``cache_leftpad``. Default: None.
+        block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``; excludes
+            ``cache_batch_idx`` and ``cache_leftpad``. Default: None.
         softmax_scale: factor of the scores. Default: ``head_dim ** -0.5``.
         causal: hide key j from query i unless ``j <= i'``. Default: False.
         window_size: as in :func:`paged_attn_func`.
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
-        rotary_interleaved: pairs are neighbours (GPT-J), or else numbers of the first and the
-            second half of ``rotary_dim`` (GPT-NeoX). Default: True.
+        rotary_interleaved: a pair is two neighbours (GPT-J); if False, a number of the first half
+            of ``rotary_dim`` and one of the second (GPT-NeoX). Default: True.
         alibi_slopes: fp32 ``[heads_q]`` or ``[batch, heads_q]``. Default: None.
         num_splits: as in :func:`paged_attn_func`.
         return_softmax_lse: return ``(out, lse)``. Default: False.
-        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`: new keys and values are quantised
-            as :func:`reshape_and_cache` does it, keys once they are rotated. Default: None.
-        k_scale_cache: the factor of each cached key, shaped like ``k_cache`` without ``head_dim``;
-            fp16, bf16 or fp32. Those of new keys are written. Given where ``kv_dtype`` is.
-        v_scale_cache: likewise of each value, dtype of ``k_scale_cache``.
-        invariant: as in :func:`paged_attn_func`: results equal its, bit for bit, on the same
-            keys, which count from the first behind ``cache_leftpad``. Default: False.
+        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`. New keys and values are quantised
+            as by :func:`reshape_and_cache`, keys after rotation. Default: None.
+        k_scale_cache: the scale of each cached key, shaped like ``k_cache`` without ``head_dim``;
+            fp16, bf16 or fp32. The scales of new keys are written. Required with ``kv_dtype``.
+        v_scale_cache: the scale of each cached value, shape and dtype of ``k_scale_cache``.
+        invariant: results equal those of :func:`paged_attn_func` with ``invariant``, bit for bit,
+            on the same keys, counted from the first one after ``cache_leftpad``. Default: False.
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, ``lse`` fp32
-        ``[batch, heads_q, seqlen_q]``. A query that sees no key has output 0 and lse -inf.
+        ``[batch, heads_q, seqlen_q]``. A fully masked row has output 0 and lse -inf.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range. What only a GPU knows is the caller's duty
-            there: lengths, rows and pages. Nothing is written beyond the cache.
-        NotImplementedError: on a combination that is not offered; on an input that requires a
+        ValueError: on a shape, a device or a range. Lengths, rows and pages are checked on the CPU
+            only; on a GPU they are the caller's duty. Nothing is written outside the cache.
+        NotImplementedError: on a combination that is not supported; on an input that requires a
             gradient.
     """
     if unknown:

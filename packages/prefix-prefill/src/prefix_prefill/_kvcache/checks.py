@@ -25,7 +25,7 @@ from .._paged.values import check_entry
 
 _ROWS = "[batch_cache, seqlen_cache, heads_k, head_dim]"
 _PAGES = "[num_blocks, block_size, heads_k, head_dim]"
-# what other attention functions take, and what to do here
+# argument names of other attention functions: what to use here
 _ELSEWHERE = {
     "block_tables": "use block_table",
     "cu_seqlens_q": "every sequence has seqlen_q queries; paged_attn_func takes packed ones",
@@ -40,7 +40,7 @@ _ELSEWHERE = {
 
 
 class Given(NamedTuple):
-    """The tensors of a call, but for ``cache_seqlens``, which may be a number."""
+    """The tensors of a call without ``cache_seqlens``, which may be a number."""
 
     q: Tensor
     k_cache: Tensor
@@ -58,12 +58,12 @@ class Given(NamedTuple):
 
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
-    """Raise for keyword arguments that do not exist, and say what does."""
+    """Raise for unknown keyword arguments; the message names the argument to use instead."""
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
 def room(x: Given | AppendTensors | RowTensors) -> int:
-    """Return how many keys a sequence can have in the cache."""
+    """Return how many slots a sequence has in the cache."""
     size: int = x.k_cache.shape[1]
     return size if x.block_table is None else size * x.block_table.shape[1]
 
@@ -189,7 +189,7 @@ def _check_rotary(x: Given) -> None:
 
 
 def _check_places(x: Given, cache_seqlens: Any) -> None:
-    """Check what says which keys of the cache belong to a sequence."""
+    """Check lengths, rows, left padding and page table."""
     q, batch = x.q, x.q.shape[0]
     if isinstance(cache_seqlens, Tensor):
         tensor_checks.check_lengths("cache_seqlens", cache_seqlens, q)
@@ -226,7 +226,7 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
 
 
 def check_length_of_all(length: int, new: int, capacity: int) -> None:
-    """Check a number that is the length of every sequence."""
+    """Check a number that is ``cache_seqlens`` of every sequence."""
     check_length("cache_seqlens", length)
     if length + new > capacity:
         raise ValueError(
@@ -234,11 +234,11 @@ def check_length_of_all(length: int, new: int, capacity: int) -> None:
         )
 
 
-# ---- values, which the operators look at on the CPU
+# ---- tensor data, which the operators check on the CPU
 
 
 def check_append_values(x: AppendTensors, options: AppendOptions) -> None:
-    """Check lengths, and where new keys go."""
+    """Check lengths, and the pages or rows of new keys."""
     lengths = x.cache_seqlens.tolist()
     new = len(x.k) // max(1, len(lengths))
     _check_lengths(lengths, new, room(x))
@@ -254,7 +254,7 @@ def check_append_values(x: AppendTensors, options: AppendOptions) -> None:
 
 
 def check_row_values(x: RowTensors, options: RowOptions) -> None:
-    """Check lengths, and which keys are seen."""
+    """Check lengths, left padding, and the pages or rows of visible keys."""
     lengths = x.cache_seqlens.tolist()
     _check_lengths(lengths, options.new, room(x))
     pads = [0] * len(lengths) if x.cache_leftpad is None else x.cache_leftpad.tolist()
@@ -282,7 +282,7 @@ def _check_lengths(lengths: list[int], new: int, capacity: int) -> None:
 
 
 def _check_pages(x: AppendTensors | RowTensors, keys: list[tuple[int, int]]) -> None:
-    """Check the pages, or the row, of a range of keys of each sequence."""
+    """Check the pages or the row of a range of keys of each sequence."""
     count, size = x.k_cache.shape[:2]
     if x.block_table is not None:
         table = x.block_table.tolist()

@@ -1,4 +1,4 @@
-"""What CPU tensors run of ``flash_attn_with_kvcache``: the definition, one sequence at a time."""
+"""The CPU implementation of ``flash_attn_with_kvcache``: the reference, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._paged.reference import quantised
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Return vectors ``[tokens, heads, head_dim]`` as rotary embeddings turn them, rounded once.
+    """Apply rotary embeddings to ``[tokens, heads, head_dim]``; the result is rounded once.
 
     ``cos`` and ``sin`` are ``[seqlen_ro, rotary_dim / 2]``, ``positions`` ``[tokens]``.
     """
@@ -31,7 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def append(x: AppendTensors, options: AppendOptions) -> None:
-    """Write new keys and values behind those of their sequences; rotate keys and queries."""
+    """Write new keys and values after those of their sequences; rotate keys and queries."""
     with torch.no_grad():
         batch = len(x.cache_seqlens)
         starts = x.cache_seqlens.to(torch.int64)[:, None]
@@ -64,7 +64,7 @@ def append(x: AppendTensors, options: AppendOptions) -> None:
 
 
 def attend(x: RowTensors, options: RowOptions) -> None:
-    """Attend to each sequence's keys, as slots of a page each or in their pages."""
+    """Attend to each sequence's keys; without a page table, each slot of a row is a page."""
     batch = len(x.cache_seqlens)
     queries = len(x.q) // max(1, batch)
     starts = torch.tensor([0, queries], dtype=torch.int32)

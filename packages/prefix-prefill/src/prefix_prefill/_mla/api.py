@@ -1,6 +1,6 @@
 """Multi-head latent attention over a paged cache: all heads share one head of keys.
 
-Values are the first columns of the keys, so the cache holds one vector a token, which is read once.
+The first columns of the keys are the values, so the cache holds one vector per token.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ def mla_attn_func(
     ``k`` are the cached vectors of its sequence, ``[seqlen_k, head_dim]``.
 
     Args:
-        q: queries, ``[tokens, heads, head_dim]``: ``head_dim_v`` columns that were multiplied with
-            the key projection, then those with rotary embeddings; fp16, bf16, fp32 or FP8 (e4m3).
-            ``head_dim_v`` is a multiple of 8 up to 512, and ``head_dim`` a multiple of 8 up to 64
-            more.
+        q: queries, ``[tokens, heads, head_dim]``: ``head_dim_v`` columns that are already
+            multiplied by the key projection, then the rotary columns; fp16, bf16, fp32 or FP8
+            (e4m3). ``head_dim_v`` is a multiple of 8 up to 512; the rotary columns are a multiple
+            of 8 up to 64.
         kv_cache: ``[num_blocks, block_size, head_dim]``, pages of any size; dtype of ``q``, FP8, or
             uint8, which holds e4m3. :func:`mla_cache_write` fills it.
         block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``.
-        cu_seqlens_q: where sequences begin in ``q``, int32 ``[batch + 1]``.
+        cu_seqlens_q: offsets of the sequences in ``q``, int32 ``[batch + 1]``.
         seqlens_k: keys of each sequence, new ones included, int32 ``[batch]``.
-        max_seqlen_q: the most queries that a sequence has.
-        max_seqlen_k: the most keys that a sequence has.
-        head_dim_v: how many of the first columns are values. Default: 512.
-        softmax_scale: factor of the scores. Default: None, ``head_dim ** -0.5``; DeepSeek's models
-            pass their own, that of the heads before the projections were absorbed.
+        max_seqlen_q: the most queries of a sequence.
+        max_seqlen_k: the most keys of a sequence.
+        head_dim_v: the first ``head_dim_v`` columns of the keys are the values. Default: 512.
+        softmax_scale: factor of the scores. Default: None, ``head_dim ** -0.5``. DeepSeek's models
+            pass the scale of the heads before the projections were absorbed.
         causal: query i sees key j where ``j <= i + seqlen_k - seqlen_q``. Default: True.
-        q_descale: fp32, one element: FP8 queries are multiplied with it. Default: None (1.0).
-        kv_descale: likewise of an FP8 cache.
-        out: where the output goes, ``[tokens, heads, head_dim_v]``; fp16, bf16 or fp32. Default:
-            None, a new tensor in the dtype of ``q``, or bf16 where that is FP8.
-        num_splits: into how many parts to cut the keys of each sequence, which are computed side by
-            side and merged. Any number but 0 makes a sequence's result bit for bit the same
-            whatever shares its batch. Default: 0, by load.
+        q_descale: factor of FP8 queries, fp32, one element. Default: None (1.0).
+        kv_descale: factor of an FP8 cache, fp32, one element. Default: None (1.0).
+        out: output tensor, ``[tokens, heads, head_dim_v]``; fp16, bf16 or fp32. Default: None, a
+            new tensor in the dtype of ``q``, or in bf16 if ``q`` is FP8.
+        num_splits: number of parts into which the keys of each sequence are cut; parts are computed
+            in parallel and merged. With any number but 0, the bits of a sequence's result do not
+            depend on the other sequences of the batch. Default: 0, by load.
         return_lse: return ``(out, lse)``. Default: False.
 
     Returns:
         ``out``, ``[tokens, heads, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the natural
-        logarithm of the denominator, fp32 ``[heads, tokens]``. A query that sees no key has output
-        0 and lse -inf.
+        logarithm of the denominator, fp32 ``[heads, tokens]``. A fully masked row has output 0 and
+        lse -inf.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on head dimensions that are not offered; on FP8 where the hardware
-            lacks it; on an input that requires a gradient.
+        NotImplementedError: on unsupported head dimensions; on FP8 if the hardware lacks it; on an
+            input that requires a gradient.
     """
     check_tensor("q", q)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
@@ -134,15 +134,14 @@ def mla_cache_write(
     """Write the latent vectors of new tokens into the pages of a cache.
 
     Token t goes to page ``slot_mapping[t] // block_size``, slot ``slot_mapping[t] % block_size``:
-    first its columns of ``kv_c``, then those of ``k_pe``.
+    the columns of ``kv_c``, then the columns of ``k_pe``.
 
     Args:
-        kv_c: compressed keys and values, ``[tokens, head_dim_v]``; fp16, bf16 or fp32. Tokens
-            beyond those of ``slot_mapping`` are padding.
-        k_pe: columns of the keys with rotary embeddings, ``[tokens, head_dim - head_dim_v]``; dtype
-            of ``kv_c``.
+        kv_c: compressed keys and values, ``[tokens, head_dim_v]``; fp16, bf16 or fp32. There may be
+            more tokens than in ``slot_mapping``: the rest is padding.
+        k_pe: rotary columns of the keys, ``[tokens, head_dim - head_dim_v]``; dtype of ``kv_c``.
         kv_cache: ``[num_blocks, block_size, head_dim]``; dtype of ``kv_c``, FP8, or uint8, which
-            takes e4m3.
+            holds e4m3.
         slot_mapping: int32 or int64 ``[tokens]``. A token with a negative slot is not written. No
             two tokens may have the same slot.
         scale: fp32, one element: an FP8 cache stores ``x / scale``, saturated at the largest number
@@ -151,8 +150,8 @@ def mla_cache_write(
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on head dimensions that are not offered; on FP8 where the hardware
-            lacks it; on an input that requires a gradient.
+        NotImplementedError: on unsupported head dimensions; on FP8 if the hardware lacks it; on an
+            input that requires a gradient.
     """
     form = form_of((kv_c, k_pe, slot_mapping), (kv_cache, scale), (), packed=True)
     if form is not None and not len(kv_c) == len(k_pe) >= len(slot_mapping):

@@ -1,4 +1,4 @@
-"""A checked call of multi-head latent attention: its tensors, its options, its plan."""
+"""The arguments of the MLA operators as structures, and the results of a call's checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MlaTensors(NamedTuple):
 
 
 class MlaOptions(NamedTuple):
-    """What is no tensor, in the order of the operator, behind the bounds of the lengths."""
+    """The options, in the order of the operator's last arguments."""
 
     softmax_scale: float
     causal: bool
@@ -41,23 +41,22 @@ class MlaWriteTensors(NamedTuple):
 
 
 class MlaPlan(Protocol):
-    """How to launch the calls of one form past the operator."""
+    """Launcher of the attention calls with one signature; it bypasses the operator."""
 
     def run(self, x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""
 
 
 class MlaWritePlan(Protocol):
-    """How to launch the writes of one form past the operator."""
+    """Launcher of the writes with one signature; it bypasses the operator."""
 
     def run(self, x: MlaWriteTensors) -> None:
-        """Launch for one write of the form."""
+        """Launch one write."""
 
 
 class MlaChecked(NamedTuple):
-    """What is known of every call of one form."""
+    """The results of the checks, which all calls with one signature share."""
 
     options: MlaOptions
     out_dtype: torch.dtype
-    # None where calls have to go through the operator
-    plan: MlaPlan | None = None
+    plan: MlaPlan | None = None  # None: calls go through the operator

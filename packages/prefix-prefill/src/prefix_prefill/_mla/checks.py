@@ -1,4 +1,4 @@
-"""Checks of multi-head latent attention: see ``_paged/checks.py``, whose rules hold here, too."""
+"""Checks of multi-head latent attention; the rules of ``_paged/checks.py`` apply."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .._paged.values import check_pages, check_slots
 from .call import MlaOptions, MlaTensors, MlaWriteTensors
 
 MAX_HEAD_DIM_V = 512
-# columns of the keys behind those that are values, too
+# columns of the keys after the columns that are also values
 MAX_ROTARY = 64
 
 
 def stored(kv_cache: Tensor) -> Tensor:
-    """Return a cache that is stored as bytes in the FP8 dtype (e4m3) of its platform."""
+    """Return a uint8 cache as a view in the platform's FP8 dtype (e4m3), other caches unchanged."""
     if not isinstance(kv_cache, Tensor) or kv_cache.dtype != torch.uint8:
         return kv_cache
     return kv_cache.view(check_fp8_hardware("kv_cache", kv_cache.device))
 
 
 def mla_sizes(kv_cache: Tensor) -> CacheSizes:
-    """Return the sizes of a cache of latent vectors, which is one of a single head."""
+    """Return the sizes of a cache of latent vectors: it has one head."""
     blocks, page, head_dim = kv_cache.shape
     return CacheSizes(blocks, page, 1, head_dim)
 
@@ -63,7 +63,7 @@ def check_mla(q: Tensor, kv_cache: Tensor, head_dim_v: int) -> None:
 
 
 def check_shapes(q: Tensor, kv_cache: Tensor, head_dim_v: int) -> None:
-    """Check the forms of queries and cache."""
+    """Check the shapes of queries and cache."""
     if q.ndim != 3 or q.shape[1] < 1:
         raise ValueError(f"q must be [tokens, heads, head_dim], got {list(q.shape)}")
     check_cache(kv_cache)
@@ -79,7 +79,7 @@ def check_shapes(q: Tensor, kv_cache: Tensor, head_dim_v: int) -> None:
 
 
 def check_cache(kv_cache: Tensor) -> None:
-    """Check the form of a cache."""
+    """Check the shape of a cache."""
     check_tensor("kv_cache", kv_cache)
     if kv_cache.ndim != 3 or kv_cache.shape[1] < 1:
         raise ValueError(
@@ -89,7 +89,7 @@ def check_cache(kv_cache: Tensor) -> None:
 
 
 def check_head_dims(head_dim: int, head_dim_v: int) -> None:
-    """Check what the kernels have tiles for."""
+    """Check that the kernels have tiles for the head dimensions."""
     rotary = head_dim - head_dim_v
     if head_dim_v % HEAD_DIM_UNIT or head_dim_v > MAX_HEAD_DIM_V:
         raise NotImplementedError(
@@ -123,7 +123,7 @@ def _check_cache_dtype(kv_cache: Tensor, name: str, x: Tensor) -> None:
 def check_mla_descales(
     q: Tensor, kv_cache: Tensor, q_descale: Tensor | None, kv_descale: Tensor | None
 ) -> None:
-    """Check that scales are given for what is FP8 alone."""
+    """Check that descales come only with FP8 tensors."""
     for name, scale, other_name, x in (
         ("q_descale", q_descale, "q", q),
         ("kv_descale", kv_descale, "kv_cache", kv_cache),
@@ -138,7 +138,7 @@ def check_mla_descales(
 def check_mla_options(
     q: Tensor, softmax_scale: float | None, causal: bool, num_splits: int, return_lse: bool
 ) -> MlaOptions:
-    """Check what is not a tensor; return the options as the operator takes them."""
+    """Check the options; return them as the operator takes them."""
     check_flag("causal", causal)
     check_flag("return_lse", return_lse)
     if softmax_scale is None:
@@ -217,7 +217,7 @@ def check_mla_write(x: MlaWriteTensors) -> None:
 
 
 def check_mla_values(x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-    """Check what the tensors of a call on the CPU hold."""
+    """Check the tensor data of a call on the CPU."""
     starts, lengths = x.cu_seqlens_q.tolist(), x.seqlens_k.tolist()
     check_offset_values("cu_seqlens_q", starts, x.q.shape[0], "max_seqlen_q", max_seqlen_q)
     firsts = [0] * len(lengths)
@@ -233,5 +233,5 @@ def check_mla_values(x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int) -> Non
 
 
 def check_mla_slots(x: MlaWriteTensors) -> None:
-    """Check that slots are of the cache, and no two alike."""
+    """Check that slots are in the cache and that no two tokens share one."""
     check_slots(x.kv_cache[:, :, None], x.slot_mapping)

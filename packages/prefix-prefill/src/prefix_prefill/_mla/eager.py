@@ -1,4 +1,4 @@
-"""What CPU tensors run of multi-head latent attention: the definition, into given outputs."""
+"""The CPU implementation of multi-head latent attention: the reference, into given outputs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def mla_cache_write(x: MlaWriteTensors) -> None:
             limits = torch.finfo(cache.dtype)
             inverse = None if x.scale is None else 1.0 / x.scale.double()
             values = scaled(values[:, None], inverse, torch.float64)[:, 0]
-            # one rounding to fp32 first, as a kernel has it
+            # rounded to fp32 first, as in the kernel
             values = values.float().clamp(limits.min, limits.max).to(cache.dtype)
-            # indexing knows no FP8
+            # indexing does not support FP8
             values, cache = values.view(torch.uint8), cache.view(torch.uint8)
         cache[slots // page, slots % page] = values

@@ -1,4 +1,4 @@
-"""The launches of multi-head latent attention: what calls of one form share on the host."""
+"""Launchers of multi-head latent attention: what calls with one signature share on the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .tiles import mla_tile, takes_hopper_mla
 MAX_TOKENS = 2**31 - 1
 # tokens that a program writes
 BLOCK_T = 8
-# small tensors that the kernels take as contiguous
+# small tensors that must be contiguous for the kernels
 _DENSE = ("cu_seqlens_q", "seqlens_k", "q_descale", "kv_descale")
 
 
@@ -39,7 +39,7 @@ def launch_mla(x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int, options: Mla
 
 
 def plan_of(x: MlaTensors, options: MlaOptions) -> MlaAttentionPlan | None:
-    """Return how to launch a form of calls, or None where tensors have to be copied first."""
+    """Return a launcher for calls like ``x``, or None if tensors have to be copied first."""
     fits = is_aligned(x.q) and _is_writable(x.out)
     return MlaAttentionPlan(x, options) if fits else None
 
@@ -49,22 +49,22 @@ def _is_writable(out: Tensor) -> bool:
 
 
 class MlaLaunch(Protocol):
-    """How one kernel computes the tiles of a call, or their splits."""
+    """Launcher of one kernel, with or without splits."""
 
-    rows: int  # of a tile
+    rows: int  # rows of a tile
     block_n: int
 
     def __call__(
         self, grid: int, x: MlaTensors, parts: tuple[Tensor | None, ...], splits: int
     ) -> None:
-        """Launch for so many programs; ``parts`` are what splits come to."""
+        """Launch ``grid`` programs; ``parts`` are the partial results of splits, or None."""
 
 
 class MlaAttentionPlan:
-    """All of a call's launches that depends on its form alone: on no data, and no token count."""
+    """Launcher of the calls with one signature; it depends on no data and on no token count."""
 
     def __init__(self, x: MlaTensors, options: MlaOptions) -> None:
-        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them."""
+        """Prepare calls like ``x``, whose tensors are aligned (see ``aligned``)."""
         small = (getattr(x, name) for name in _DENSE)
         self._is_dense = all(t is None or t.is_contiguous() for t in small)
         # sequences of one token each, and of any number
@@ -72,22 +72,22 @@ class MlaAttentionPlan:
         self._any = SchedulePlan(x, options, is_single=False)
 
     def run(self, x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""
         tokens = x.q.shape[0]
         if tokens == 0:
             return
         if not self._is_dense:
             x = x._replace(**{name: dense(getattr(x, name)) for name in _DENSE})
-        # a sequence that is longer than it should be is not left out, if it can be helped
+        # serve sequences even if max_seqlen_q understates them, where the token count proves it
         is_single = max_seqlen_q <= 1 and tokens <= x.seqlens_k.shape[0]
         (self._single if is_single else self._any).run(x, tokens, max_seqlen_k)
 
 
 class SchedulePlan:
-    """The launches of one way to give tiles to programs."""
+    """Launcher of one schedule: one query per sequence (``is_single``), or any number."""
 
     def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
-        """Plan for sequences of one token, or of any number of them."""
+        """Prepare calls like ``x``."""
         self._batch, self._heads = x.seqlens_k.shape[0], x.q.shape[1]
         self._num_splits, self._is_single = options.num_splits, is_single
         self._head_dim_v = x.out.shape[2]
@@ -95,7 +95,7 @@ class SchedulePlan:
         self._launch = _launch_of(x, options, is_single)
         rows = self._launch.rows
         self._tiles = cdiv(self._heads, rows)
-        # of one token, its heads alone can be there
+        # rows of a tile that can hold queries
         self._most_rows = min(rows, self._heads) if is_single else rows
         schedule = schedule_of(self._heads, rows, is_single)
         block = padded_head_dim(self._head_dim_v)
@@ -108,7 +108,7 @@ class SchedulePlan:
         self._out_strides = row_strides(x.out)
 
     def run(self, x: MlaTensors, tokens: int, max_seqlen_k: int) -> None:
-        """Launch for one call."""
+        """Launch one call."""
         rows, width = self._launch.rows, self._head_dim_v
         busy = units = self._batch * self._tiles
         if not self._is_single:
@@ -118,7 +118,7 @@ class SchedulePlan:
         if splits == 0:
             steps, scratch = max_seqlen_k // self._launch.block_n, units * rows * (width + 1) * 4
             splits = choose_splits(busy, False, steps, scratch, self._processors)
-        # a program at least, which clears tokens of no sequence
+        # at least one program, which fills rows outside every sequence
         grid = max(1, units * splits)
         if splits == 1 or units == 0:
             self._launch(grid, x, (None, None), splits)
@@ -143,15 +143,15 @@ def _launch_of(x: MlaTensors, options: MlaOptions, is_single: bool) -> MlaLaunch
 
 
 def schedule_of(heads: int, rows: int, is_single: bool) -> Schedule:
-    """Return the constants by which programs find their tiles."""
+    """Return the constants with which programs find their tiles: see ``locate``."""
     return Schedule(heads, 1, 1 if is_single else MAX_TOKENS, cdiv(heads, rows) * is_single, rows)
 
 
 class PortableLaunch:
-    """The launches of the portable kernel."""
+    """Launcher of the portable kernel."""
 
     def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
-        """Plan for one way to give tiles to programs."""
+        """Prepare calls like ``x`` for one schedule."""
         platform = detect(x.q.device)
         heads, head_dim = x.q.shape[1:]
         head_dim_v = x.out.shape[2]
@@ -196,7 +196,7 @@ class PortableLaunch:
     def __call__(
         self, grid: int, x: MlaTensors, parts: tuple[Tensor | None, ...], splits: int
     ) -> None:
-        """Launch for so many programs; ``parts`` are what splits come to."""
+        """Launch ``grid`` programs; ``parts`` are the partial results of splits, or None."""
         launch = self._whole if parts[0] is None else self._split
         # the fields of MlaCounts and MlaStrides
         numbers = (self._scale, self._batch, x.q.shape[0], splits, *self._strides)
@@ -214,15 +214,15 @@ def launch_mla_write(x: MlaWriteTensors) -> None:
 
 
 def write_plan_of(x: MlaWriteTensors) -> MlaCacheWritePlan | None:
-    """Return how to launch a form of writes, or None where tensors have to be copied first."""
+    """Return a launcher for writes like ``x``, or None if tensors have to be copied first."""
     return MlaCacheWritePlan(x) if is_aligned(x.kv_c) and is_aligned(x.k_pe) else None
 
 
 class MlaCacheWritePlan:
-    """All of a write's launch that depends on its form alone: on no data, and no token count."""
+    """Launcher of the writes with one signature; it depends on no data and on no token count."""
 
     def __init__(self, x: MlaWriteTensors) -> None:
-        """Plan for writes like this one, whose new columns are as ``aligned`` leaves them."""
+        """Prepare writes like ``x``, whose new columns are aligned (see ``aligned``)."""
         cache = x.kv_cache
         is_fp8 = cache.element_size() == 1
         tile = MlaWriteTile(
@@ -236,12 +236,12 @@ class MlaCacheWritePlan:
             BLOCK_R=padded_head_dim(max(1, x.k_pe.shape[1])),
         )
         rows = x.slot_mapping.stride(0), x.kv_c.stride(0), x.k_pe.stride(0)
-        # behind the number of tokens
+        # the kernel's numbers after the token count
         self._numbers = cache.shape[0] * cache.shape[1], *rows, *cache.stride()
         constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
         self._write = Launch(mla_write_kernel, constants)
 
     def run(self, x: MlaWriteTensors) -> None:
-        """Launch for one write of the form."""
+        """Launch one write."""
         tokens = x.slot_mapping.shape[0]
         self._write(cdiv(tokens, BLOCK_T), x, (tokens, *self._numbers))

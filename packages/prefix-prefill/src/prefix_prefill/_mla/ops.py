@@ -14,7 +14,7 @@ __all__ = ["mla_attention", "mla_cache_write", "mla_plan_of", "mla_write_plan_of
 
 
 def _call_of(arguments: tuple[Any, ...]) -> tuple[MlaTensors, tuple[int, int], MlaOptions]:
-    """Return the operator's arguments, which come one by one, as structures."""
+    """Return the operator's arguments as structures."""
     count = len(MlaTensors._fields)
     bounds = arguments[count], arguments[count + 1]
     return MlaTensors(*arguments[:count]), bounds, MlaOptions(*arguments[count + 2 :])
@@ -52,7 +52,7 @@ def _check_write(*arguments: Any) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Return what every operator returns."""
+    """Stand in for every operator under fake tensors: operators return nothing."""
 
 
 mla_attention = register(
@@ -77,7 +77,7 @@ mla_cache_write = register(
 
 
 def mla_plan_of(x: MlaTensors, options: MlaOptions) -> MlaPlan | None:
-    """Return how to launch calls of this form past the operator, or None."""
+    """Return a launcher that bypasses the operator, or None: see ``MlaPlan``."""
     if x.q.device.type != "cuda":
         return None
     from .launch import plan_of
@@ -86,7 +86,7 @@ def mla_plan_of(x: MlaTensors, options: MlaOptions) -> MlaPlan | None:
 
 
 def mla_write_plan_of(x: MlaWriteTensors) -> MlaWritePlan | None:
-    """Return how to launch writes of this form past the operator, or None."""
+    """Return a launcher that bypasses the operator, or None: see ``MlaWritePlan``."""
     if x.kv_c.device.type != "cuda":
         return None
     from .launch import write_plan_of

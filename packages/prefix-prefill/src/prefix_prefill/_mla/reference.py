@@ -1,6 +1,6 @@
-"""Multi-head latent attention by its definition: eager, any float dtype, sequence by sequence.
+"""Reference of multi-head latent attention: eager, any float dtype, sequence by sequence.
 
-Like that of paged attention, this is the oracle of the kernels' tests and what CPU tensors run.
+The kernels are tested against it, and CPU tensors run it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def mla_attention_reference(
     num_splits: int = 0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what :func:`mla_attn_func` computes, by the formulas in its description.
+    """Compute the formulas of :func:`mla_attn_func` in eager PyTorch.
 
     Args:
         q: queries, ``[tokens, heads, head_dim]``; any float dtype, float64 included.
-        kv_cache: this and all others as in :func:`mla_attn_func`; ``num_splits`` changes nothing.
-            Any ``head_dim``, and any ``head_dim_v`` up to it.
+        kv_cache: this and all later arguments as in :func:`mla_attn_func`, but with any
+            ``head_dim`` and any ``head_dim_v`` up to it; ``num_splits`` has no effect.
 
     Returns:
         ``out`` or ``(out, lse)`` as :func:`mla_attn_func` does; the log-sum-exp is float64 for
         float64 queries, else float32.
 
     Raises:
-        TypeError: on an argument's type, or a dtype that is no float.
+        TypeError: on an argument's type, or a dtype that is not a float dtype.
         ValueError: on a shape, or a range.
     """
     check_tensor("q", q)
@@ -72,8 +72,8 @@ def mla_attention_reference(
 def attend(x: MlaTensors, options: MlaOptions, at_once: int | None = None) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence; both results are in the dtype of the computation.
 
-    Rows of no sequence get 0 and -inf. With ``at_once``, so many queries at a time meet the keys
-    up to the last that they see; otherwise all of a sequence do.
+    Rows outside every sequence get out 0 and lse -inf. ``at_once`` is the number of queries that
+    are computed at a time; by default all of a sequence.
     """
     dtype, page = compute_dtype(x.q), x.kv_cache.shape[1]
     out = x.q.new_zeros(x.out.shape, dtype=dtype)
@@ -110,17 +110,17 @@ def attend(x: MlaTensors, options: MlaOptions, at_once: int | None = None) -> tu
 def _attend_sequence(
     q: Tensor, keys: Tensor, visible: Tensor, softmax_scale: float, head_dim_v: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend within one sequence, of which ``visible`` says what each query sees."""
+    """Attend within one sequence; ``visible`` is the mask, bool ``[queries, keys]``."""
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
-        # what nobody sees may hold NaN, and 0 * NaN is NaN
+        # a key that no query sees may hold NaN, and 0 * NaN is NaN
         keys = keys.masked_fill(~visible.any(0)[:, None], 0.0)
         scores = torch.einsum("ihd,jd->hij", q, keys) * softmax_scale
         scores = scores.masked_fill(~visible, -math.inf)
         shift = scores.amax(dim=-1, keepdim=True)
         shift = shift.masked_fill(shift == -math.inf, 0.0)
         weights = (scores - shift).exp_()
-        del scores  # as large as the weights
+        del scores  # frees as much memory as the weights take
         total = weights.sum(dim=-1, keepdim=True)
         empty = total == 0.0
         total = total.masked_fill(empty, 1.0)

@@ -1,4 +1,4 @@
-"""Which tile serves multi-head latent attention; see ``_paged/tiles.py``. Needs no GPU."""
+"""Which kernel and tile serve multi-head latent attention; see ``_paged/tiles.py``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .._paged import tiles
 from .._paged.tiles import MIN_PIECE, copied_keys, is_mappable
 from .call import MlaOptions, MlaTensors
 
-# a key has up to 576 numbers, which serve as 512 values, too
+# a key has up to 576 numbers, the first 512 of which are also its value
 _TILES = {
     "cpu": Tile(16, 16, 1, 1),
     "hopper": Tile(32, 32, 8, 2),
     "nvidia": Tile(16, 32, 8, 1),
     "amd": Tile(16, 16, 4, 1),
     "rdna": Tile(16, 16, 8, 1),
-    # three products of TF32 each take more registers than there are
+    # tf32x3, three TF32 products each, would not fit the registers
     "hopper-fp32": Tile(16, 16, 8, 1),
     "nvidia-fp32": Tile(16, 16, 8, 1),
     "amd-fp32": Tile(16, 16, 8, 1),
@@ -31,7 +31,7 @@ _TILES = {
 
 @functools.cache
 def mla_tile(platform: Platform, itemsize: int, heads: int) -> Tile:
-    """Return the tile of a platform for elements of that size; its rows are heads of tokens."""
+    """Return the tile of a platform; a row is one head of one token."""
     tile = _TILES[family_of(platform, itemsize)]
     rows = min(tile.block_m, max(MIN_TILE, next_power_of_2(heads)))
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
@@ -41,22 +41,22 @@ def mla_tile(platform: Platform, itemsize: int, heads: int) -> Tile:
 
 
 class HopperTile(NamedTuple):
-    """How a program of the kernel for Hopper divides its work."""
+    """How a program of the Hopper kernel divides its work."""
 
     rows: int
     block_n: int
     stages: int  # tiles of keys in shared memory
-    registers: int  # of a thread when a program begins
+    registers: int  # registers per thread when a program begins
 
 
-# queries, and two tiles of keys, are 72 KiB each, of the 227 KiB that a program may have
+# the queries and each of two tiles of keys take 72 KiB of the 227 KiB of shared memory
 HOPPER_TILE = HopperTile(64, 64, 2, 168)
-# the columns for which it is made
+# the only head_dim and head_dim_v of the Hopper kernels
 HOPPER_HEAD_DIMS = 576, 512
 
 
 def takes_hopper_mla(x: MlaTensors, options: MlaOptions) -> bool:
-    """Say whether the kernel for Hopper serves a call; the portable one has the rest."""
+    """Return whether a Hopper kernel serves a call; the portable kernel serves the rest."""
     return (
         tiles.HOPPER
         and x.q.device.type != "cpu"
@@ -77,6 +77,6 @@ def _takes_16_bits(x: MlaTensors, options: MlaOptions) -> bool:
         x.q.dtype in (torch.float16, torch.bfloat16)
         and x.kv_cache.dtype == x.q.dtype
         and copied_keys(x.kv_cache.shape[1], -1, MIN_PIECE) == MIN_PIECE
-        # folded into the exponential, where only a positive one commutes with the maximum
+        # the scale is folded into the exponential; only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
     )

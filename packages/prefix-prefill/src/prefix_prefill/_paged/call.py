@@ -1,4 +1,4 @@
-"""A checked call: its tensors, and what the checks of its form came to."""
+"""The arguments of the operators as structures, and the results of a call's checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is no tensor, in the order of the operator, behind the bounds of the lengths."""
+    """The options of attention, in the order of the operator's last arguments."""
 
     softmax_scale: float
     window_left: int
@@ -53,7 +53,8 @@ class Options(NamedTuple):
     fill_padding: bool = True
     long_only: bool = False
     invariant: bool = False
-    own_keys: bool = False  # behind others: every query has one here
+    # cascade: the call holds the suffix keys, so every sequence has a key for each of its queries
+    own_keys: bool = False
 
 
 class Call(NamedTuple):
@@ -88,31 +89,30 @@ class WriteTensors(NamedTuple):
 
 
 class Plan(Protocol):
-    """How to launch the calls of one form past the operator."""
+    """Launcher of the attention calls with one signature; it bypasses the operator."""
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""
 
 
 class WritePlan(Protocol):
-    """How to launch the writes of one form past the operator."""
+    """Launcher of the writes with one signature; it bypasses the operator."""
 
     def run(self, x: WriteTensors) -> None:
-        """Launch for one write of the form."""
+        """Launch one write."""
 
 
 class Checked(NamedTuple):
-    """What is known of every call of one form."""
+    """The results of the checks, which all calls with one signature share."""
 
     options: Options
     out_dtype: torch.dtype
     head_dim_v: int
-    # None where calls have to go through the operator
-    plan: Plan | None = None
+    plan: Plan | None = None  # None: calls go through the operator
 
 
 class AppendTensors(NamedTuple):
-    """The tensors of what is appended to a cache, in the order of the operator."""
+    """The tensors of the append operator, in its order."""
 
     q: Tensor  # [batch * seqlen_q, heads_q, head_dim]
     k: Tensor  # [batch * seqlen_new, heads_k, head_dim]
@@ -124,16 +124,16 @@ class AppendTensors(NamedTuple):
     block_table: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
-    rotated: Tensor | None  # where the queries go; None without rotary embeddings
+    rotated: Tensor | None  # output for the rotated queries; None without rotary embeddings
     k_scale_cache: Tensor | None
     v_scale_cache: Tensor | None
 
 
 class AppendOptions(NamedTuple):
-    """How it is rotated, in the order of the operator."""
+    """How queries and keys are rotated, in the order of the append operator."""
 
     interleaved: bool
-    moving: bool  # queries stand one behind the other, not all at the first new position
+    moving: bool  # query i is at position i after the first new one; False: all are at the first
 
 
 class RowTensors(NamedTuple):
@@ -154,9 +154,9 @@ class RowTensors(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What is no tensor, in the order of the operator."""
+    """The options of attention over rows of a cache, in the order of the operator."""
 
-    new: int  # keys of each sequence behind those that cache_seqlens counts
+    new: int  # keys of each sequence after those that cache_seqlens counts
     softmax_scale: float
     window_left: int
     window_right: int
@@ -165,19 +165,19 @@ class RowOptions(NamedTuple):
     invariant: bool = False
 
     def as_options(self) -> Options:
-        """Return them as those of the attention operator."""
+        """Return the same options as the attention operator takes them."""
         return Options(*self[1:6], invariant=self.invariant)
 
 
 class AppendPlan(Protocol):
-    """How to append in the calls of one form past the operator."""
+    """Launcher of the appends with one signature; it bypasses the operator."""
 
     def run(self, x: AppendTensors) -> None:
-        """Launch for one call of the form."""
+        """Launch one append."""
 
 
 class RowPlan(Protocol):
-    """How to attend in the calls of one form past the operator."""
+    """Launcher of attention over rows with one signature; it bypasses the operator."""
 
     def run(self, x: RowTensors) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""

@@ -1,7 +1,7 @@
-"""Argument checks of the public functions: what is wrong, what was expected, what came.
+"""Argument checks of the public functions; messages name the argument, what is expected and found.
 
-They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
-neither wait for the device nor break a graph capture.
+The checks read types, shapes, dtypes, strides and devices, never tensor data, so they neither wait
+for the device nor break a graph capture.
 """
 
 from collections.abc import Iterable
@@ -25,13 +25,13 @@ from .._linked.host.arguments import (
 from .tensor_checks import check_device, check_indices, check_lengths, check_scale_tensor
 
 MAX_HEAD_DIM = 512
-# that the law of ``invariant=True`` is written for
+# limit of ``invariant=True``
 MAX_INVARIANT_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
-# new tokens that a row of a tree has bits for
+# new tokens of a sequence with a tree: bits of an entry of tree_mask
 TREE_BITS = 64
 
-# what other attention functions take, and what to do here
+# argument names of other attention functions: what to use here
 _ELSEWHERE = {
     "b_loc": "use block_table",
     "b_seq_len": "use seqlens_k",
@@ -58,7 +58,7 @@ _ELSEWHERE = {
 
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
-    """Raise for keyword arguments that do not exist, and say what does."""
+    """Raise for unknown keyword arguments; the message names the argument to use instead."""
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
@@ -131,7 +131,7 @@ def check_table(
     cu_seqlens_q: Tensor,
     seqlens_k: Tensor,
 ) -> int:
-    """Check what says where sequences and their pages are; return the number of sequences."""
+    """Check offsets, lengths and page table; return the number of sequences."""
     check_lengths("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must be [batch + 1], got {list(cu_seqlens_q.shape)}")
@@ -157,7 +157,7 @@ def check_extras(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
 ) -> None:
-    """Check what is added to the scores or to the denominator, and the scales."""
+    """Check ALiBi slopes, sinks and descales."""
     heads_q = q.shape[1]
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes)
@@ -196,7 +196,7 @@ def check_tree(
     causal: bool,
     alibi_slopes: Tensor | None,
 ) -> None:
-    """Check a tree over the new tokens, and what cannot go with it."""
+    """Check a tree over the new tokens, and the arguments that exclude one."""
     check_tensor("tree_mask", tree_mask)
     if tree_mask.dtype != torch.int64:
         raise TypeError(f"tree_mask must be torch.int64, got {tree_mask.dtype}")
@@ -222,9 +222,9 @@ def check_invariant(
     tree_mask: Tensor | None = None,
     rounds_new: bool = False,
 ) -> None:
-    """Check that a call asks for nothing that the law of docs/numerics.md does not cover.
+    """Check that ``invariant=True`` supports the call: see the law in docs/numerics.md.
 
-    ``rounds_new``: there are new keys beside a cache that holds keys in fewer bits.
+    ``rounds_new``: the call has new keys, and the cache holds keys in fewer bits.
     """
     for name, head_dim in (("q", q.shape[-1]), ("v_cache", head_dim_v)):
         if head_dim > MAX_INVARIANT_HEAD_DIM:
@@ -262,7 +262,7 @@ def check_invariant(
 
 
 def check_tree_size(max_seqlen_q: int) -> None:
-    """Check that a row of a tree has a bit for every new token."""
+    """Check that an entry of ``tree_mask`` has a bit for every new token."""
     if max_seqlen_q > TREE_BITS:
         raise ValueError(
             f"max_seqlen_q must be at most {TREE_BITS}, the bits of tree_mask, got {max_seqlen_q}"
@@ -270,7 +270,7 @@ def check_tree_size(max_seqlen_q: int) -> None:
 
 
 def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
-    """Check that scales are given for an FP8 cache alone."""
+    """Check that descales come only with an FP8 cache."""
     for name, scale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None and k_cache.dtype not in FP8_DTYPES:
             raise ValueError(
@@ -279,7 +279,7 @@ def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor 
 
 
 def check_shared_scales(*descales: Tensor | None) -> None:
-    """Check that no scale is one of a sequence, where keys belong to several."""
+    """Check that no descale is per sequence, because sequences share keys."""
     for name, scale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
         if scale is not None and scale.numel() != 1 and scale.ndim == 2:
             raise NotImplementedError(
@@ -321,7 +321,7 @@ def check_out(
 
 
 def check_no_gradients(*tensors: Tensor | None) -> None:
-    """Check that no gradient is asked for: there is none."""
+    """Check that no input requires a gradient, because no function here has a backward."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise NotImplementedError(
             "attention over a paged cache has no gradient: inputs must not require one, got "
@@ -337,7 +337,7 @@ def check_reference(
     v: Tensor | None,
     kv_dtype: str | None,
 ) -> None:
-    """Check the main tensors of the reference: any float dtypes, any head dimension."""
+    """Check the main tensors of the reference, which takes any float dtype and head dimension."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         if x is None and name in ("k", "v"):
             continue
@@ -363,7 +363,7 @@ def _check_q_shape(q: Tensor) -> None:
 
 
 def check_head_dim(head_dim: int, name: str = "q") -> None:
-    """Check the size of a head of queries, or of values."""
+    """Check the head dimension of queries or of values."""
     if not HEAD_DIM_UNIT <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_UNIT != 0:
         raise ValueError(
             f"head_dim of {name} must be a multiple of {HEAD_DIM_UNIT} from {HEAD_DIM_UNIT} to "

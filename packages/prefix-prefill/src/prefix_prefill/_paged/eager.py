@@ -1,7 +1,6 @@
-"""What CPU tensors run: the definition, one sequence after the other, into given outputs.
+"""The CPU implementation: the reference, sequence by sequence, written into given outputs.
 
-One after the other, because the products of a batch may round otherwise than those of a sequence
-alone.
+Sequences are not batched, because the products of a batch may be rounded differently.
 """
 
 import math
@@ -20,7 +19,8 @@ ROWS = 256
 def attention(x: Tensors, options: Options) -> None:
     """Write the output, and the log-sum-exp in fp32.
 
-    With ``long_only``, the one sequence consists of queries of others, in different batches.
+    With ``long_only``, each query of the only sequence is computed as a sequence of its own: the
+    queries come from different sequences, which share their keys.
     """
     with torch.no_grad():
         block_table, cu_seqlens_q, seqlens_k = x.block_table, x.cu_seqlens_q, x.seqlens_k
@@ -69,7 +69,7 @@ def attention(x: Tensors, options: Options) -> None:
         if options.skip_decode:
             single = starts[:-1][starts[1:] - starts[:-1] == 1]
             written[single] = False
-        # FP8 knows no copy by a mask
+        # copies by a mask do not support FP8
         rows = written.nonzero()[:, 0].tolist()
         for row in rows:
             x.out[row] = result[row]
@@ -78,7 +78,7 @@ def attention(x: Tensors, options: Options) -> None:
 
 
 def attend_by_law(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend sequence by sequence, so that a row's bits depend on itself and its keys alone."""
+    """Compute ``invariant=True``: a row's bits depend only on the row and its keys."""
     from .._linked.invariant.eager import invariant_attention
 
     head_dim_v = head_dim_of_values(x.k_cache, x.v_cache)
@@ -93,7 +93,7 @@ def attend_by_law(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
         ahead = seqlen_k - queries
         in_cache = x.k is None or (options.decode_from_cache and queries == 1)
         context = seqlen_k if in_cache else ahead
-        # the pages before the first key that anybody sees may be gone
+        # pages before the first visible key may be freed
         left, right = options.window_left, options.window_right
         first = 0 if left < 0 else min(max(ahead - left, 0), seqlen_k)
         last = seqlen_k if right < 0 else min(max(seqlen_k + right, first), seqlen_k)
@@ -144,9 +144,9 @@ def reshape_and_cache(
                 limits = torch.finfo(cache.dtype)
                 per_head = None if scale is None else 1.0 / scale.double()
                 values = scaled(values, per_head, torch.float64)
-                # one rounding to fp32 first, as a kernel has it
+                # rounded to fp32 first, as in the kernel
                 values = values.float().clamp(limits.min, limits.max).to(cache.dtype)
-                # indexing knows no FP8
+                # indexing does not support FP8
                 values, cache = values.view(torch.uint8), cache.view(torch.uint8)
             if not packed:
                 cache[pages, in_page] = values
@@ -165,9 +165,9 @@ def merge_states(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Write the merged result of attention over disjoint keys."""
+    """Merge two results over disjoint keys."""
     with torch.no_grad():
-        # some kernels mark a row without keys by +inf
+        # some kernels mark fully masked rows with +inf
         empty_a, empty_b = lse_a.isinf(), lse_b.isinf()
         lse_a = lse_a.masked_fill(empty_a, -math.inf)
         lse_b = lse_b.masked_fill(empty_b, -math.inf)

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for Hopper: functions that need no GPU; see ``tiles.py``."""
+"""Tile sizes of the Hopper kernels; no function here needs a GPU. See ``tiles.py``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .._linked.host.tiles import hopper_registers, padded_head_dim
 from .call import Options, Tensors
 from .tiles import words_of
 
-# how long a step of three warpgroups takes, in steps of two, taken too long rather than too short
+# time of a step with three warpgroups, relative to two; rather overestimated
 TALL_STEP = 1.4
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a program divides its work; every warpgroup that multiplies has 64 rows."""
+    """How a program divides its work; every MMA warpgroup has 64 rows."""
 
     block_n: int
     stages_k: int
     stages_v: int
-    share: bool = False  # the output leaves through the queries' memory
+    share: bool = False  # the output is staged in the queries' shared memory
     rows: int = 64
     wideners: int = 2  # warpgroups that widen a cache of 8 or 4 bits
-    warpgroups: int = 2  # that multiply
+    warpgroups: int = 2  # MMA warpgroups
     buffers_q: int = 1
 
     @property
@@ -33,23 +33,23 @@ class HopperTile:
         return self.warpgroups * self.rows
 
     def pack(self, group: int) -> int:
-        """Return how many heads of a group lie side by side in a tile: a power of two."""
+        """Return how many heads of a group share a tile (GQA packing): a power of two."""
         return min(group & -group, self.rows)
 
     def least_tokens(self, group: int) -> int:
-        """Return the least queries of a sequence that is worth tiles of two warpgroups.
+        """Return the fewest queries of a sequence for which the Hopper kernel is used.
 
-        A group that is not packed whole takes several tiles, which few queries leave all but empty;
-        the portable kernel has every head of the group in one. It depends on nothing else: a
-        sequence is computed in the same way whatever shares its batch.
+        A group that does not fit one tile takes several, and few queries would leave them almost
+        empty; the portable kernel packs all heads of the group into one tile. The result depends on
+        nothing else, so a sequence is computed the same way in every batch.
         """
         pack = self.pack(group)
         return 1 if pack == group else self.rows // pack + 1
 
     def registers(self, wideners: int) -> int:
-        """Return the registers a thread at the start, with one warp or warpgroup that copies.
+        """Return the registers per thread at the start.
 
-        Or with as many as widen.
+        Next to the MMA warpgroups run the wideners, or one warp that copies if ``wideners`` is 0.
         """
         return hopper_registers(self.warpgroups - 1 + max(wideners, 1))
 
@@ -58,8 +58,10 @@ class HopperTile:
 def hopper_tile(head_dim: int, words: str = "", is_tall: bool = False) -> HopperTile:
     """Return the tile for sequences with many queries.
 
-    ``words`` is what the cache holds, see ``words_of``; ``is_tall`` asks for the tile that
-    ``is_worth_tall`` is about.
+    Args:
+        head_dim: of queries, keys and values.
+        words: what the cache holds: see ``words_of``.
+        is_tall: three MMA warpgroups, if the head dimension allows them: see ``is_worth_tall``.
     """
     width = padded_head_dim(head_dim)
     if width <= 64 and is_tall:
@@ -67,14 +69,14 @@ def hopper_tile(head_dim: int, words: str = "", is_tall: bool = False) -> Hopper
     if width <= 64:
         return HopperTile(128, 3, 3, wideners=1, buffers_q=1 if words else 2)
     if width <= 128:
-        # the scales take what else is left of shared memory
+        # the scales take the rest of shared memory
         return HopperTile(128, 3, 2, share=words not in ("", "fp8"))
-    # one widens: with two, a product of 256 columns has too few registers at the start
+    # one widener: with two, a product of 256 columns has too few registers at the start
     return HopperTile(64, 3, 2, share=True, wideners=1)
 
 
 def takes_tall(x: Tensors, options: Options) -> bool:
-    """Say whether tiles of three warpgroups may serve a call: no feature wants more registers."""
+    """Return whether a call may use three MMA warpgroups: no option needs more registers."""
     return (
         padded_head_dim(x.q.shape[-1]) <= 64
         and words_of(x) == ""
@@ -86,17 +88,17 @@ def takes_tall(x: Tensors, options: Options) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_worth_tall(tokens: int, batch: int, packs: int, rows: int, processors: int) -> bool:
-    """Say whether tiles of three warpgroups are done sooner than those of two.
+    """Return whether tiles of three MMA warpgroups take less time than tiles of two.
 
-    A step of theirs gathers as many keys for more rows, but fewer tiles fill the last wave less.
-    No result's bits depend on it: a row meets the same keys in the same order.
+    A step of three warpgroups gathers the same keys for more rows, but fewer, larger tiles fill the
+    last wave worse. The choice changes no bit: a row visits the same keys in the same order.
 
     Args:
-        tokens: queries of all sequences, which are taken to be of one length.
+        tokens: queries of all sequences; the estimate assumes sequences of equal length.
         batch: sequences.
-        packs: tiles side by side, of one range of tokens.
+        packs: tiles per range of tokens: one for each pack of heads.
         rows: tokens of a warpgroup.
-        processors: how many the GPU has.
+        processors: SMs of the GPU.
     """
     batch = max(batch, 1)
     length = cdiv(tokens, batch)

@@ -1,4 +1,4 @@
-"""Attention under the law of docs/numerics.md: see ``linked/invariant``."""
+"""Launcher of ``invariant=True``: see docs/numerics.md and ``linked/invariant``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .call import Options, Tensors
 
 
 class InvariantAttention:
-    """How calls of one form are launched, whose rows depend on their own keys alone."""
+    """Launcher of the calls with one signature; a row's bits depend only on its own keys."""
 
     def __init__(self, x: Tensors, options: Options, is_kept: bool = False) -> None:
-        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them."""
+        """Prepare calls like ``x``, whose tensors are aligned (see ``aligned``)."""
         descales = x.k_descale, x.v_descale
         sizes = cache_sizes(x.k_cache)
         batch = x.seqlens_k.shape[0]
@@ -40,9 +40,10 @@ class InvariantAttention:
             ndim,
             options.decode_from_cache and x.k is not None,
         )
-        # drop-ins leave rows as they are: then the kernels write all rows of another output
+        # Drop-ins keep the rows that they do not compute. The kernels write all rows, so they write
+        # another output, from which the computed rows are copied.
         self._keeps_rows, self._skip_decode = not options.fill_padding, options.skip_decode
-        # and they take any bound of the lengths; the table has one that holds
+        # drop-ins accept a max_seqlen_k that is too small; the page table bounds the keys
         self._room = sizes.block_size * x.block_table.shape[1]
         if self._keeps_rows:
             x = x._replace(out=_like(x.out))
@@ -73,7 +74,7 @@ class InvariantAttention:
         )
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""
         if not self._keeps_rows:
             self._plan.run(self._call_of(x), 0, max_seqlen_q, max_seqlen_k)
             return
@@ -89,11 +90,14 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _written(starts: Tensor, tokens: int, skip_decode: bool) -> Tensor:
-    """Return which rows a drop-in writes, ``[tokens]``: those of sequences, or of longer ones."""
+    """Return which rows a drop-in writes, bool ``[tokens]``.
+
+    They are the rows of sequences, with ``skip_decode`` of sequences with several queries.
+    """
     token = torch.arange(tokens, device=starts.device)
     written = (token >= starts[0]) & (token < starts[-1])
     if skip_decode:
-        # the only row of a sequence; of longer ones a row behind all
+        # the row of each sequence with one query; for other sequences a row past the end
         single = torch.where(starts.diff() == 1, starts[:-1], tokens).to(torch.int64)
         longer = torch.ones(tokens + 1, dtype=torch.bool, device=starts.device)
         written &= longer.index_fill(0, single, False)[:tokens]

@@ -1,8 +1,7 @@
-"""What calls of one form share on the host, and the launchers that the operators call.
+"""Launchers: what calls with one signature share on the host; and the operators' implementations.
 
-A call of attention has launches for sequences with few queries and for those with many, and for
-merging what was split. Those of one tile stand in ``portable/tile_launch.py`` and
-``hopper/launch.py``.
+An attention call launches one kernel for sequences with few queries and one for sequences with
+many, and merges splits. ``portable/tile_launch.py`` and ``hopper/launch.py`` launch one tile each.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ if TYPE_CHECKING:
     from .hopper.launch import HopperPlan
 
 MAX_TOKENS = 2**31 - 1
-# tokens of one head that a program writes
+# tokens of one head that a program writes into the cache
 BLOCK_T = 16
-# rows of two results that a program merges
+# rows that a program merges
 MERGE_ROWS = 16
-# small tensors that the kernels take as contiguous
+# small tensors that must be contiguous for the kernels
 _DENSE = ("cu_seqlens_q", "seqlens_k", "positions", "alibi_slopes", "sinks", "tree_mask")
 
 # ---- attention
@@ -68,7 +67,7 @@ def launch_attention(*arguments: Any) -> None:
     if k is not None:
         k, v = aligned(k), aligned(v)
     if not is_writable(out):
-        # rows that are not written have to come back as they were
+        # a clone, because rows that the kernels do not write keep their values
         out = out.clone(memory_format=torch.contiguous_format)
     aligned_x = x._replace(q=q, k=k, v=v, out=out)
     if call.options.invariant:
@@ -81,7 +80,7 @@ def launch_attention(*arguments: Any) -> None:
 
 
 def plan_of(x: Tensors, options: Options) -> Plan | None:
-    """Return how to launch a form of calls, or None where tensors have to be copied first."""
+    """Return a launcher for calls like ``x``, or None if tensors have to be copied first."""
     new = (x.q, x.k, x.v) if x.k is not None else (x.q,)
     fits = all(map(is_aligned, new)) and is_writable(x.out)
     if not fits:
@@ -92,23 +91,23 @@ def plan_of(x: Tensors, options: Options) -> Plan | None:
 
 
 def is_writable(out: Tensor) -> bool:
-    """Return whether the kernels may write an output where it is."""
+    """Return whether the kernels can write ``out`` in place."""
     return is_aligned(out) and min(out.stride()) > 0
 
 
 class AttentionPlan:
-    """All of a call's launches that depends on its form alone: on no data, and no token count."""
+    """Launcher of the calls with one signature; it depends on no data and on no token count."""
 
     def __init__(self, x: Tensors, options: Options, is_kept: bool = False) -> None:
-        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them.
+        """Prepare calls like ``x``, whose tensors are aligned (see ``aligned``).
 
-        ``is_kept``: for others after it, too.
+        ``is_kept``: the launcher will be reused.
         """
         self.options = options
         device, dtype = x.q.device, x.q.dtype
         platform = detect(device)
         heads_k = cache_sizes(x.k_cache).heads_k
-        # tiles of the wider of keys and values hold the narrower, too
+        # the wider of keys and values sets the tile
         group, head_dim = x.q.shape[1] // heads_k, max(x.q.shape[2], x.out.shape[2])
         most_short = 0 if options.long_only else short_tokens(group)
         least_short = 2 if options.skip_decode else 1
@@ -128,8 +127,7 @@ class AttentionPlan:
         tile_of = long_tile if x.tree_mask is None else tree_tile
         tile = tile_of(platform, head_dim, itemsize, x.k_scale_cache is not None)
         if platform.is_hopper and has_narrow_words(x):
-            # not enough rows for a product of Hopper's, beside which ptxas 12.8 errs: see
-            # docs/hopper-traps.md
+            # too few rows for a wgmma, near which ptxas 12.8 miscompiles: see docs/hopper-traps.md
             tile = short_tile(platform, head_dim, itemsize, MAX_SHORT_ROWS // 2)
         least_long = max(most_short + 1, least_short)
         self.long: list[TilePlan | HopperPlan] = []
@@ -138,7 +136,7 @@ class AttentionPlan:
 
             least = max(least_long, hopper_tile(head_dim, words_of(x)).least_tokens(group))
             if least > least_long:
-                # too few queries for a group that its tiles do not hold whole
+                # too few queries for a group that does not fit one Hopper tile
                 self.long += [TilePlan(x, options, tile, least_long, least - 1, None)]
             portable = TilePlan(x, options, tile, least, MAX_TOKENS, None)
             self.long += [HopperPlan(x, options, portable, is_kept)]
@@ -146,7 +144,7 @@ class AttentionPlan:
             self.long += [TilePlan(x, options, tile, least_long, MAX_TOKENS, None)]
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""
         tokens = x.q.shape[0]
         if tokens == 0:
             return
@@ -160,7 +158,7 @@ class AttentionPlan:
         if self.short is not None:
             self.short.run(x, tokens, max_seqlen_k)
         for long in self.long:
-            # a sequence that is longer than it should be is not left out, if it can be helped
+            # serve sequences even if max_seqlen_q understates them, where the token count proves it
             if max_seqlen_q >= long.least or tokens > self.batch * (long.least - 1):
                 long.run(x, tokens, max_seqlen_k)
 
@@ -177,15 +175,15 @@ def launch_reshape_and_cache(*arguments: Any) -> None:
 
 
 def write_plan_of(x: WriteTensors) -> WritePlan | None:
-    """Return how to launch a form of writes, or None where tensors have to be copied first."""
+    """Return a launcher for writes like ``x``, or None if tensors have to be copied first."""
     return WritePlan(x) if is_aligned(x.k) and is_aligned(x.v) else None
 
 
 class WritePlan:
-    """All of a write's launch that depends on its form alone: on no data, and no token count."""
+    """Launcher of the writes with one signature; it depends on no data and on no token count."""
 
     def __init__(self, x: WriteTensors) -> None:
-        """Plan for writes like this one, whose new keys are as ``aligned`` leaves them."""
+        """Prepare writes like ``x``, whose ``k`` and ``v`` are aligned (see ``aligned``)."""
         _, self._heads_k, head_dim = x.k.shape
         head_dim_v = x.v.shape[2]
         cache = CacheForm(x.k_cache, x.v_cache)
@@ -199,7 +197,7 @@ class WritePlan:
         if x.k_scale_cache is not None and x.v_scale_cache is not None:
             scale_strides = x.k_scale_cache.stride() + x.v_scale_cache.stride()
         strides = WriteStrides(x.slot_mapping.stride(0), *new, *cache.k, *cache.v, *scale_strides)
-        # behind the number of tokens
+        # the kernel's numbers after the token count
         self._numbers = x.k_cache.shape[0] * cache.page, *strides
         tile = WriteTile(
             HEADS=self._heads_k,
@@ -226,19 +224,19 @@ class WritePlan:
         )
 
     def run(self, x: WriteTensors) -> None:
-        """Launch for one write of the form."""
+        """Launch one write."""
         tokens = x.slot_mapping.shape[0]
         if x.k_scale is not None or x.v_scale is not None:
             shape = (self._heads_k,) if self._per_head else ()
             k_scale, v_scale = one_form(shape, x.k_scale, x.v_scale)
             x = x._replace(k_scale=k_scale, v_scale=v_scale)
-        # the tensors are the fields of WritePointers
+        # WriteTensors has the fields of WritePointers
         self._write(2 * cdiv(tokens, BLOCK_T) * self._heads_k, x, (tokens, *self._numbers))
 
 
 # ---- merging two results
 
-# launches by all that their constants and the dtypes of their tensors depend on
+# by device, head dimension and dtypes
 _merges: dict[tuple[Any, ...], Launch] = {}
 
 

@@ -14,19 +14,19 @@ def merge_attn_states(
 
     The merge is exact: with ``lse = log(exp(lse_a) + exp(lse_b))``, the output is
     ``exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, computed in fp32 (the rescaling step of
-    FlashAttention, Dao et al. 2022). A sink must have been counted in one of the two alone.
+    FlashAttention, Dao et al. 2022). A sink must be counted in only one of the two results.
 
     Args:
         out_a: output over the first keys, ``[tokens, heads_q, head_dim]``; fp16, bf16 or fp32.
-        lse_a: its log-sum-exp, fp32 ``[heads_q, tokens]``. A row of -inf saw no key: its output,
-            whatever it holds, is not read. +inf is taken as -inf, because some kernels mark such
-            rows with it.
+        lse_a: log-sum-exp over the first keys, fp32 ``[heads_q, tokens]``. -inf marks a fully
+            masked row, whose output is not read. +inf means the same, because some kernels mark
+            such rows with it.
         out_b: output over the other keys, shape of ``out_a``; fp16, bf16 or fp32.
-        lse_b: its log-sum-exp, shape of ``lse_a``.
+        lse_b: log-sum-exp over the other keys, shape of ``lse_a``.
 
     Returns:
-        ``(out, lse)``: the output in the dtype of ``out_a``, and the log-sum-exp. Rows that both
-        sides leave empty have output 0 and lse -inf.
+        ``(out, lse)``: the output in the dtype of ``out_a``, and the log-sum-exp in fp32. Rows that
+        are fully masked in both have output 0 and lse -inf.
 
     Raises:
         TypeError: on an argument's type or dtype.

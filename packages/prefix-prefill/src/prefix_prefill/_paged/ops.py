@@ -1,4 +1,4 @@
-"""Operator schemas, their fakes and their CPU kernels.
+"""The operators: schemas, fake implementations, CPU and GPU implementations.
 
 Importing this module imports torch, but neither triton nor the kernels. CUDA and HIP tensors run
 the Triton kernels. CPU tensors run the eager code of :mod:`.eager`, or, in a process started with
@@ -54,7 +54,7 @@ def _check_attention(*arguments: Any) -> None:
 
 def _attention_eager(*arguments: Any) -> None:
     call = Call.of(*arguments)
-    # the bounds of the lengths change nothing there
+    # eager code needs no bounds of the lengths
     paged_eager.attention(call.tensors, call.options)
 
 
@@ -82,7 +82,6 @@ def _append_triton(*arguments: Any) -> None:
 
 
 def _append_of(arguments: tuple[Any, ...]) -> tuple[AppendTensors, AppendOptions]:
-    """Return the operator's arguments, which come one by one, as structures."""
     count = len(AppendTensors._fields)
     return AppendTensors(*arguments[:count]), AppendOptions(*arguments[count:])
 
@@ -115,7 +114,7 @@ def _rows_eager(*arguments: Any) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Return what every operator returns."""
+    """Stand in for every operator under fake tensors: operators return nothing."""
 
 
 NAMESPACE = free_namespace(__name__, "attention")
@@ -179,7 +178,7 @@ attend_kvcache = register(
 
 
 def plan_of(x: Tensors, options: Options) -> Plan | None:
-    """Return how to launch calls of this form past the operator, or None."""
+    """Return a launcher that bypasses the operator, or None: see ``Plan``."""
     if x.q.device.type != "cuda":
         return None
     from .launch import plan_of as plan
@@ -188,7 +187,7 @@ def plan_of(x: Tensors, options: Options) -> Plan | None:
 
 
 def write_plan_of(x: WriteTensors) -> WritePlan | None:
-    """Return how to launch writes of this form past the operator, or None."""
+    """Return a launcher that bypasses the operator, or None: see ``WritePlan``."""
     if x.k.device.type != "cuda":
         return None
     from .launch import write_plan_of as plan
@@ -202,7 +201,7 @@ def kvcache_plans_of(
     attend: RowTensors,
     options: RowOptions,
 ) -> tuple[AppendPlan | None, RowPlan] | None:
-    """Return how to launch calls of this form past the operators, or None."""
+    """Return launchers that bypass the operators, or None: see ``AppendPlan`` and ``RowPlan``."""
     if attend.q.device.type != "cuda":
         return None
     from .._kvcache.kernels.launch import plans_of

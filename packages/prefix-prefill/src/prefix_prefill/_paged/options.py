@@ -1,4 +1,4 @@
-"""Checks of the options: what is not a tensor, nor about one."""
+"""Checks of the options: scale, masks, number of splits, flags."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from .._linked.host.arguments import (
 )
 from .call import Options
 
-# partial results of every split are merged in one go
+# one pass merges the results of all splits
 MAX_SPLITS = 1024
 
 
@@ -25,7 +25,7 @@ def check_options(
     return_lse: bool,
     invariant: bool = False,
 ) -> Options:
-    """Check what is not a tensor; return the options as the operator takes them."""
+    """Check the options; return them as the operator takes them."""
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("invariant", invariant)):
         check_flag(name, flag)
     if softmax_scale is None:

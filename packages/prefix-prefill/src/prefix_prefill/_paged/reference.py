@@ -1,9 +1,9 @@
-"""Attention over a paged cache by its definition: eager, any float dtype, sequence by sequence.
+"""Reference of attention over a paged cache: eager, any float dtype, sequence by sequence.
 
-This is the oracle of the kernels' tests and what CPU tensors run. It holds the whole score matrix
-of a sequence and shares no code with the kernels. Inputs in float64 are computed in float64, all
-others in float32, and only the output is rounded to the output's dtype. Lengths and page numbers
-are read on the host.
+The kernels are tested against it, and CPU tensors run it. It holds the whole score matrix of a
+sequence and shares no code with the kernels. float64 inputs are computed in float64, all others in
+float32; only the output is rounded to the output's dtype. Lengths and page numbers are read on the
+host.
 """
 
 import math
@@ -51,18 +51,19 @@ def paged_attention_reference(
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what :func:`paged_attn_func` computes, by the formulas in its description.
+    """Compute the formulas of :func:`paged_attn_func` in eager PyTorch.
 
     Args:
         q: queries, ``[tokens, heads_q, head_dim]``; any float dtype, float64 included.
-        k_cache: this and all others as in :func:`paged_attn_func`; ``num_splits`` changes nothing.
+        k_cache: this and all later arguments as in :func:`paged_attn_func`; ``num_splits`` has no
+            effect.
 
     Returns:
         ``out`` or ``(out, lse)`` as :func:`paged_attn_func` does; the log-sum-exp is float64 for
         float64 queries, else float32.
 
     Raises:
-        TypeError: on an argument's type, or a dtype that is no float.
+        TypeError: on an argument's type, or a dtype that is not a float dtype.
         ValueError: on a shape, or a range.
     """
     check_kv_dtype(kv_dtype)
@@ -130,10 +131,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence; both results are in the dtype of the computation.
 
-    With ``at_once``, so many queries at a time meet the keys from the first to the last that they
-    see; otherwise all of a sequence do. Rows of no sequence get 0 and -inf. ``positions`` are the
-    keys on which the masks of each row hang, if they are not the last ones of its sequence; slopes
-    are per row then. ``skip_decode`` leaves sequences of one query like rows of none.
+    Rows outside every sequence get out 0 and lse -inf. Arguments that :func:`paged_attn_func` does
+    not have:
+
+    - ``positions``: the key index to which the masks of each row are aligned. By default the last
+      query of a sequence is aligned to its last key. With positions, slopes are per row.
+    - ``skip_decode``: rows of sequences with one query get 0 and -inf, too.
+    - ``at_once``: compute this many queries at a time; by default all of a sequence.
     """
     dtype = compute_dtype(q)
     out = q.new_zeros((*q.shape[:2], head_dim_of_values(k_cache, v_cache)), dtype=dtype)
@@ -155,7 +159,7 @@ def attend(
         size = seqlen_q if at_once is None else at_once
         spans = {start: mask.span(start, start + size) for start in range(0, seqlen_q, size)}
         seen = [span for span in spans.values() if span.start < span.stop]
-        # the pages before the first key that anybody sees may be gone
+        # pages before the first visible key may be freed
         first = min((span.start for span in seen), default=0)
         last = max((span.stop for span in seen), default=0)
         parts: list[Tensor] = []
@@ -196,9 +200,9 @@ def attend(
 
 
 def seen_keys(x: Tensors, which: str, b: int, first: int, last: int, context: int) -> Tensor:
-    """Return keys ``first`` to ``last`` of a sequence, or values, in fp32, times their scale.
+    """Return keys or values ``first`` to ``last`` of sequence ``b`` in fp32, times their scale.
 
-    Those from ``context`` on are of the tokens of ``q``.
+    Keys from ``context`` on are new: those of the tokens of ``q``.
     """
     cache, fresh, descale = (
         (x.k_cache, x.k, x.k_descale) if which == "k" else (x.v_cache, x.v, x.v_descale)
@@ -224,12 +228,12 @@ def dense_attention(
     softcap: float,
     signed_alibi: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within one sequence, of which ``visible`` says what each query sees."""
+    """Attend within one sequence; ``visible`` is the mask, bool ``[queries, keys]``."""
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         seqlen_q, heads_q, _ = q.shape
         group = heads_q // k.shape[1]
-        # what nobody sees may hold NaN, and 0 * NaN is NaN
+        # a key that no query sees may hold NaN, and 0 * NaN is NaN
         unseen = ~visible.any(0)[:, None, None]
         k = k.masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
         v = v.masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
@@ -243,13 +247,13 @@ def dense_attention(
             scores = scores + per_row.to(q.dtype)[..., None] * distance
         scores = scores.masked_fill(~visible, -math.inf)
 
-        # the sink is one more column, without a value
+        # the sink is an extra column of scores without a value
         sink = q.new_full((heads_q,), -math.inf) if sinks is None else sinks.to(q.dtype)
         scores = torch.cat([scores, sink[:, None, None].expand(-1, seqlen_q, 1)], dim=-1)
         shift = scores.amax(dim=-1, keepdim=True)
         shift = shift.masked_fill(shift == -math.inf, 0.0)
         weights = (scores - shift).exp_()
-        del scores  # as large as the weights
+        del scores  # frees as much memory as the weights take
         total = weights.sum(dim=-1, keepdim=True)
         empty = total == 0.0
         total = total.masked_fill(empty, 1.0)
@@ -259,11 +263,11 @@ def dense_attention(
 
 
 def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right: int) -> Tensor:
-    """Return which key each query sees, bool ``[queries, seqlen_k]``; -1 is no limit."""
+    """Return which keys each query sees, bool ``[queries, seqlen_k]``; a window of -1: no limit."""
     key = torch.arange(seqlen_k, device=position.device)
     position = position[:, None]
     visible = torch.ones((position.shape[0], seqlen_k), dtype=torch.bool, device=position.device)
-    # a position and the largest integer have a sum that wraps around
+    # clamped, because a position plus the largest integer overflows
     if window_left >= 0:
         visible = visible & (key >= position - min(window_left, MAX_WINDOW))
     if window_right >= 0:
@@ -272,17 +276,16 @@ def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right
 
 
 class _Mask(NamedTuple):
-    """Which key each query of a sequence sees; made for some queries at a time."""
+    """The mask of a sequence, made for a range of queries at a time."""
 
     position: Tensor
     seqlen_k: int
     window_left: int
     window_right: int
-    # bits of the new tokens that each query sees, or None
-    tree: Tensor | None
+    tree: Tensor | None  # bits of the new tokens that each query sees
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return what these queries see, bool ``[queries, seqlen_k]``."""
+        """Return the keys that queries see, bool ``[queries, seqlen_k]``."""
         window = self.window_left, self.window_right
         visible = visible_keys(self.position[start:stop], self.seqlen_k, *window)
         if self.tree is not None:
@@ -293,20 +296,20 @@ class _Mask(NamedTuple):
         return visible
 
     def span(self, start: int, stop: int) -> slice:
-        """Return the keys from the first to the last that some of these queries see."""
+        """Return the range from the first to the last key that a query of the range sees."""
         seen = self.rows(start, stop).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
 
 
 def _of_sequence(descale: Tensor | None, b: int) -> Tensor | None:
-    """Return the scales of a sequence: its own, or those of all."""
+    """Return the scales of sequence ``b``."""
     is_own = descale is not None and descale.ndim == 2 and descale.numel() > 1
     return descale[b] if descale is not None and is_own else descale
 
 
 def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``x``, ``[tokens, heads, head_dim]``, in another dtype, times its scale."""
-    # how a product is rounded may depend on strides, and on where memory begins
+    # a copy, because the rounding of a product may depend on strides and on the alignment
     x = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if descale is None:
         return x
@@ -317,7 +320,7 @@ def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """Return numbers of 4 bits one by one, of which bytes hold two; others are left as they are."""
+    """Return int4 codes, two per byte, one by one; return other dtypes unchanged."""
     if codes.dtype != torch.uint8:
         return codes
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8)
@@ -326,12 +329,12 @@ def unpacked(codes: Tensor) -> Tensor:
 
 
 def quantised(x: Tensor, largest: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes of rows, of which bytes hold two with ``largest`` 7, and the scale of each.
+    """Return the codes of rows and the scale of each row; with ``largest`` 7, two codes per byte.
 
-    The scale is ``max(abs(x)) / largest``, rounded; codes are rounded to the nearest integer, to
-    the even one of two. A row that is not finite has a scale that is not, and codes of 0.
+    The scale is ``max(abs(x)) / largest``, rounded; codes are rounded to the nearest integer, ties
+    to even. A row that is not finite has a scale that is not finite, and codes of 0.
     """
-    # in fp32, as a kernel has it
+    # in fp32, as in the kernel
     wide = x.to(compute_dtype(x))
     scale = (wide.abs().amax(-1) / largest).to(scale_dtype)
     divisor = scale.to(wide.dtype)
@@ -364,18 +367,17 @@ def round_output(out: Tensor, dtype: torch.dtype, out_scale: Tensor | None) -> T
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return in what the definition computes."""
+    """Return the dtype in which the reference computes."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _cached(cache: Tensor, table: Tensor, first: int, last: int, packed: bool) -> Tensor:
-    """Return the keys, or values, from ``first`` to ``last`` of a sequence."""
+    """Return keys or values ``first`` to ``last`` of the sequence with this row of the table."""
     size = cache.shape[3] if packed else cache.shape[1]
     if first >= last:
-        # no key, and no page: that of a key that nobody sees may be gone
+        # no key, so read no page: it may be freed
         first = last = 0
     first_page = first // size
     pages = table[first_page : -(-last // size)]
-    # not one entry beyond the last page was looked at
     tokens = gather_pages(cache, pages.to(torch.int64), packed)
     return tokens[first - first_page * size : last - first_page * size]

@@ -47,9 +47,9 @@ def check_scale_tensor(
     heads_k: int,
     batch: int | None = None,
 ) -> None:
-    """Check a scale of one element, or of one for each head of keys (0: of one element).
+    """Check a scale of one element, ``[heads_k]``, or, with ``batch``, ``[batch, heads_k]``.
 
-    With ``batch``, it may also have one for each sequence and head.
+    With ``heads_k`` 0 it must have one element.
     """
     check_tensor(name, scale)
     if scale.dtype != torch.float32:

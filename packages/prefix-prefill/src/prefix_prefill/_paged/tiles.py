@@ -1,9 +1,9 @@
-"""Which kernel serves a call, and its tiles: functions that need no GPU.
+"""Which kernel serves a call, and its tile sizes; no function here needs a GPU.
 
-A shape class is the padded head dimension, the element sizes, and for short sequences the number of
-query heads per key head. Nothing that a result's bits depend on may depend on the batch: a
-sequence's result would then depend on its neighbours. The number of splits alone follows the load,
-unless the caller fixes it.
+A tile depends on the padded head dimension, on element sizes, and for short sequences on the number
+of query heads per key head. It never depends on the batch: then the bits of a sequence's result
+would depend on the other sequences. Only the number of splits follows the load, unless the caller
+fixes it.
 
 A row of a tile is one query head of one token; all rows of a tile belong to one head of keys.
 """
@@ -31,10 +31,10 @@ from .call import Options, Tensors
 
 # rows of the largest tile for short sequences
 MAX_SHORT_ROWS = 64
-# columns to which such a tile goes
+# largest padded head dimension that allows this many rows
 WIDEST_SHORT_ROWS = 256
 
-# the interpreter: small tiles, so that short sequences cross tile edges
+# for the interpreter: small tiles, so that short sequences cross tile edges
 _INTERPRETED = ((512, Tile(16, 16, 1, 1)),)
 
 _LONG: Table[Tile] = {
@@ -87,7 +87,7 @@ _LONG: Table[Tile] = {
     ),
 }
 
-# block_m is that of at most 16 query heads per key head; see short_tile
+# block_m holds up to 16 query heads per key head; short_tile raises it for more
 _SHORT: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
@@ -135,7 +135,7 @@ _SHORT: Table[Tile] = {
     ),
 }
 
-# of caches that are read in words, by what a word holds, where they differ from the above
+# for caches that are read in words, where their tiles differ from _SHORT; by words_of
 _RDNA = ((512, Tile(16, 16, 8, 1)),)
 _SHORT_OF_WORDS: dict[str, Table[Tile]] = {
     "fp8": {
@@ -164,7 +164,7 @@ _SHORT_OF_WORDS: dict[str, Table[Tile]] = {
         "rdna": _RDNA,
     },
 }
-# of those that have a scale for each token besides
+# for caches with a scale per token
 _LONG_SCALED: Table[Tile] = {
     "hopper": (
         (64, Tile(128, 64, 8, 3)),
@@ -190,28 +190,28 @@ _LONG_SCALED: Table[Tile] = {
     ),
 }
 
-# what a device without a driver to ask is taken to have
+# SMs that are assumed without a driver to ask
 _PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
 _TYPICAL_PROCESSORS = 128
 
-# programs of a short tile that one processor holds at a time, by what is read in words; on Hopper
-# by their shared memory and registers
+# programs of a short tile that one SM holds at a time, by words_of; on Hopper from their shared
+# memory and registers
 _SHORT_RESIDENT = {"": 2, "fp8": 4, "int8": 2, "int4": 3}
-# a split has at least so many steps, else its merging costs more than it saves
+# fewest steps of a split: with fewer, merging costs more than splitting saves
 _LEAST_STEPS = 4
-# bytes that partial results may take, if the caller has not asked for more
+# largest size of the partial results, unless the caller sets num_splits
 _SCRATCH_BYTES = 256 * 2**20
-# waves of programs of a short tile that splits may come to, so that the last one is full; partial
-# results of a long tile are too large for more than one
+# Splits of a short tile may take this many waves of programs, so that the last wave is full.
+# Partial results of a long tile are too large for more than one wave.
 _MOST_WAVES = 4
-# what of the time writing and merging of partial results takes, where it is worth its while
+# share of the time that writing and merging of partial results takes
 _MERGING = 0.05
 _MOST_SPLITS = 128
 
 
 def words_of(x: Tensors) -> str:
-    """Return what a cache that is read in words holds, "fp8", "int8" or "int4"; "" for others."""
+    """Return "fp8", "int8" or "int4" for a cache that is read in words of 32 bits, else ""."""
     cache = x.k_cache
     if cache.element_size() > 1 or cache.dtype == x.q.dtype or is_packed(cache):
         return ""
@@ -239,7 +239,7 @@ def short_tile(
     narrow = _SHORT_OF_WORDS.get(words, {})
     table = narrow if family_of(platform, itemsize) in narrow else _SHORT
     tile = find_tile(table, platform, head_dim, itemsize)
-    # above 256 columns, the sums of more rows than the least are more than there are registers for
+    # above 256 columns, the accumulators of more rows do not fit the registers
     most = MAX_SHORT_ROWS if padded_head_dim(head_dim) <= WIDEST_SHORT_ROWS else tile.block_m
     rows = min(most, max(tile.block_m, next_power_of_2(group)))
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
@@ -247,9 +247,9 @@ def short_tile(
 
 @functools.cache
 def tree_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool = False) -> Tile:
-    """Return the tile for sequences with many queries whose tokens are a tree's: 64 at most.
+    """Return the tile for sequences with many queries and a ``tree_mask``, at most 64 queries.
 
-    The masks of its rows take registers that a long tile of wide rows does not have.
+    The masks of the rows take registers, which a long tile with a large head dimension lacks.
     """
     if head_dim <= 128 and itemsize < 4:
         return long_tile(platform, head_dim, itemsize, is_scaled)
@@ -257,15 +257,15 @@ def tree_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool 
 
 
 def short_tokens(group: int) -> int:
-    """Return the most queries of a sequence that goes to the short tile.
+    """Return the most queries of a sequence that runs the short tile.
 
-    It depends on nothing else: a sequence is computed in the same way whatever shares its batch.
+    It depends on ``group`` only, so a sequence is computed the same way in every batch.
     """
     return max(1, MIN_TILE // group)
 
 
 def processors(platform: Platform) -> int:
-    """Return how many processors a platform has, where nobody can be asked."""
+    """Return how many SMs a platform has, without asking a driver."""
     return _PROCESSORS.get(platform.arch, _TYPICAL_PROCESSORS)
 
 
@@ -273,14 +273,14 @@ def processors(platform: Platform) -> int:
 def choose_splits(
     units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int, words: str = ""
 ) -> int:
-    """Return into how many parts to cut the keys of every sequence.
+    """Return the number of splits: parts into which the keys of every sequence are cut.
 
     Args:
-        units: programs without a split.
-        is_short: whether they run the short tile, of which a processor holds several.
+        units: programs without splits.
+        is_short: whether they run the short tile, of which an SM holds several programs.
         steps: tiles of keys of the longest sequence.
-        scratch_bytes: what the partial results of one split take.
-        processors: how many the GPU has.
+        scratch_bytes: size of the partial results of one split.
+        processors: SMs of the GPU.
         words: what the cache holds; see ``words_of``.
     """
     resident, waves = processors, 1
@@ -290,7 +290,7 @@ def choose_splits(
     if units == 0 or most < 2:
         return 1
     most = min(most, waves * resident // units)
-    # in steps of the longest sequence, of which each wave of programs takes as many as a split has
+    # estimated time for 1, 2, ... splits: waves of programs times steps of the longest sequence
     times = [cdiv(units, resident) * steps * (1.0 - _MERGING)]
     times += [cdiv(units * splits, resident) * cdiv(steps, splits) for splits in range(2, most + 1)]
     return 1 + times.index(min(times))
@@ -298,23 +298,23 @@ def choose_splits(
 
 # ---- the kernel for Hopper
 
-# for comparisons, and in case of doubt: the portable kernels serve every call
+# 0 turns the Hopper kernels off, for comparisons and debugging; portable kernels serve every call
 HOPPER = os.environ.get("PREFIX_PREFILL_HOPPER", "1") != "0"
 
-# keys of a page that are worth a copy
+# fewest keys of a page that one TMA copy should bring
 MIN_PIECE = 16
-# columns of a tile of keys, of which several fit the shared memory
+# with more columns, too few tiles of keys fit shared memory
 MAX_HOPPER_HEAD_DIM = 256
-# rows of a tensor map of a cache
+# most rows of a cache's tensor map
 MAX_ROWS = 2**30
 
 
 def takes_hopper(x: Tensors, options: Options) -> bool:
-    """Say whether the kernel for Hopper serves the sequences with many queries of a call.
+    """Return whether the Hopper kernel serves the call's sequences with many queries.
 
-    The portable one has the rest: what TMA does not read, FP8 queries, values with a head dimension
-    of their own. A cache is never copied. How many queries are many, ``HopperTile.least_tokens``
-    says; more than one, so that their keys are new ones where the call has any.
+    The portable kernel serves the rest: layouts that TMA cannot read, FP8 queries, values with
+    another head dimension than keys. A cache is never copied. ``HopperTile.least_tokens`` defines
+    many; it is more than one, so the queries' keys are new ones if the call has new keys.
     """
     return (
         HOPPER
@@ -325,21 +325,21 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and (x.k_cache.dtype == x.q.dtype or words_of(x) != "")
         and x.out_scale is None
         and x.positions is None
-        and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
-        and x.out.shape[-1] == x.q.shape[-1]  # one shape of a tile of keys and of values
+        and x.tree_mask is None  # at most 64 queries; tree masks would cost all calls registers
+        and x.out.shape[-1] == x.q.shape[-1]  # tiles of keys and values have one shape
         and 32 < x.q.shape[-1] <= MAX_HOPPER_HEAD_DIM  # up to 32, half of a tile would be padding
         and not is_packed(x.k_cache)
         and (
-            x.k_cache.element_size() == 1  # which the widening warps read key by key
+            x.k_cache.element_size() == 1  # the widening warps read key by key
             or copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
         )
-        # new keys are copied, whatever the cache holds
+        # TMA copies new keys, whatever the dtype of the cache
         and (x.k is None or copied_keys(MIN_PIECE, options.window_left, MIN_PIECE) == MIN_PIECE)
         and is_mappable(x.k_cache)
         and is_mappable(x.v_cache)
-        # the same under a causal mask
+        # signed and unsigned ALiBi agree under a causal mask
         and (x.alibi_slopes is None or options.window_right == 0 or not options.signed_alibi)
-        # folded into the exponential, where only a positive one commutes with the maximum
+        # the scale is folded into the exponential; only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
         and options.num_splits <= 1
         and has_gluon()
@@ -347,10 +347,10 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
 
 
 def copied_keys(page: int, window_left: int, most: int) -> int:
-    """Return how many keys of a page are copied at once: a power of two that divides it.
+    """Return how many keys of a page one copy brings (a piece): a power of two that divides it.
 
-    A copy can leave out keys at one end of a piece alone: those before the first row's window, or
-    those past the end. Between the two lie ``window_left + 1`` keys or more.
+    A copy can leave out keys at one end of a piece only: those before the first row's window, or
+    those past the last key. At least ``window_left + 1`` keys lie between the two.
     """
     piece = min(page & -page, most)
     if window_left >= 0:
@@ -359,17 +359,17 @@ def copied_keys(page: int, window_left: int, most: int) -> int:
 
 
 def rows_of_page(cache: Tensor) -> int:
-    """Return how many slots a page is from the next; of a single one there is no next."""
+    """Return the distance of neighbouring pages in slots; 0 for a cache of one page."""
     return cache.stride(0) // cache.stride(1) if cache.shape[0] > 1 else 0
 
 
 def rows_of_cache(cache: Tensor) -> int:
-    """Return how many slots it is from a cache's first to behind its last."""
+    """Return how many slots a cache spans, with the gaps between its pages."""
     return (cache.shape[0] - 1) * rows_of_page(cache) + cache.shape[1]
 
 
 def is_mappable(cache: Tensor) -> bool:
-    """Say whether TMA can read a cache, as rows of one head each, where it is."""
+    """Return whether TMA can read a cache in place, as rows of one head each."""
     page, slot, head, inner = cache.stride()
     heads = head if cache.shape[2] > 1 else slot
     unit = 16 // cache.element_size()

@@ -1,4 +1,4 @@
-"""The checks that the public functions leave out on a GPU: they read what only the device knows."""
+"""Checks of tensor data, which the public functions skip on a GPU because they wait for it."""
 
 from torch import Tensor
 
@@ -28,23 +28,23 @@ def validate_paged(
 ) -> None:
     """Check the values of offsets, lengths and pages, which :func:`paged_attn_func` trusts.
 
-    For debugging and for tests: it copies them to the host, so it waits for the device, and a CUDA
-    graph cannot capture it.
+    For debugging and tests: the function copies the values to the host, so it waits for the device,
+    and a CUDA graph cannot capture it.
 
     Args:
-        q: queries; of this and of ``k_cache``, ``v_cache``, ``k`` and ``v`` only shapes are read.
-        k_cache: this and all others as in :func:`paged_attn_func`.
+        q: queries; only the shapes of ``q``, ``k_cache``, ``v_cache``, ``k`` and ``v`` are read.
+        k_cache: this and all later arguments as in :func:`paged_attn_func`.
         block_table: entries of the pages that a query may see must be from 0 to ``num_blocks``.
         cu_seqlens_q: must not decrease, nor leave 0 to ``tokens``, nor step by more than
             ``max_seqlen_q``.
-        seqlens_k: from 0 to ``max_seqlen_k`` and to what ``block_table`` has room for; with ``k``,
-            at least as many as the sequence has queries.
-        tree_mask: rows may have bits of new tokens of their own sequence alone.
+        seqlens_k: from 0 to ``max_seqlen_k``, and at most the slots of a row of ``block_table``;
+            with ``k``, at least the number of the sequence's queries.
+        tree_mask: an entry may only have bits of new tokens of its own sequence.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
-            argument, the index of the entry, what was expected and what came.
+        ValueError: on a shape, a device or a range, and on the first wrong value: the message has
+            the argument, the index of the entry, the expected range and the value.
     """
     cache_checks.check_kv_dtype(kv_dtype)
     k_cache = cache_checks.stored_view(q, k_cache, kv_dtype)
@@ -73,12 +73,12 @@ def validate_paged(
 
 
 def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check the slots that :func:`reshape_and_cache` trusts; it reads them on the host.
+    """Check the slots that :func:`reshape_and_cache` trusts; this waits for the device.
 
     Args:
         slot_mapping: int32 or int64 ``[tokens]``: below 0, or a slot of the cache that no other
             token has.
-        k_cache: keys; of this and ``v_cache`` only shapes are read.
+        k_cache: keys; only the shapes of ``k_cache`` and ``v_cache`` are read.
         v_cache: values.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Checks of what tensors hold: offsets, lengths, pages, slots, trees.
+"""Checks of tensor data: offsets, lengths, pages, slots, trees.
 
-They read the data. Calls on CPU tensors make them within the operator; on a GPU, where they would
-wait for the device, only the functions of :mod:`.validate` do.
+On CPU tensors the operators make them. On a GPU they would wait for the device, so only the
+functions of :mod:`.validate` make them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .checks import TREE_BITS
 
 
 def check_values(call: Call) -> None:
-    """Check what the tensors of a call on the CPU hold."""
+    """Check the tensor data of an attention call on the CPU."""
     x, options = call.tensors, call.options
     starts, tokens = x.cu_seqlens_q.tolist(), x.q.shape[0]
     check_offset_values("cu_seqlens_q", starts, tokens, "max_seqlen_q", call.max_seqlen_q)
     lengths = x.seqlens_k.tolist()
     firsts = first_keys(starts, lengths, options.window_left)
     if x.positions is not None and options.window_left >= 0:
-        # what rows see hangs on their positions, not on the end of the keys
+        # the window of a row is relative to its position, not to the end of the keys
         at = x.positions.tolist()
         least = [min(at[start:end], default=0) for start, end in pairwise(starts)]
         firsts = [max(0, position - options.window_left) for position in least]
@@ -35,7 +35,7 @@ def check_values(call: Call) -> None:
         x.block_table,
         cache_sizes(x.k_cache),
         has_new=x.k is not None,
-        # to the drop-ins, which leave padding alone, it is no bound
+        # drop-ins, which keep padding rows, accept a max_seqlen_k that is too small
         max_seqlen_k=call.max_seqlen_k if options.fill_padding else None,
         decode_from_cache=options.decode_from_cache,
         skip_decode=options.skip_decode,
@@ -69,16 +69,16 @@ def check_pages(
     """Check how many keys each sequence has, and the pages that its queries may see.
 
     Args:
-        starts: where sequences begin.
-        lengths: of ``seqlens_k``.
+        starts: ``cu_seqlens_q`` as a list.
+        lengths: ``seqlens_k`` as a list.
         firsts: the first key that a query of each sequence may see.
         block_table: as in :func:`paged_attn_func`.
-        sizes: of the cache.
-        has_new: whether keys of the queries' tokens come beside the cache.
-        max_seqlen_k: what no length may exceed, if anything.
-        decode_from_cache: single queries have their own key in the cache, too.
-        skip_decode: sequences of single queries are not looked at.
-        own_keys: a sequence has a key for each of its queries, wherever that is.
+        sizes: sizes of the cache.
+        has_new: the call has ``k`` and ``v`` of the queries' tokens.
+        max_seqlen_k: the largest allowed length; None: no bound.
+        decode_from_cache: the key of a sequence's only query is read from the cache.
+        skip_decode: sequences with one query are not checked.
+        own_keys: a sequence has at least as many keys as queries.
     """
     room = block_table.shape[1] * sizes.block_size
     table = block_table.tolist()
@@ -104,15 +104,15 @@ def check_pages(
 
 
 def check_entry(name: str, entry: int, count: int, count_name: str) -> None:
-    """Check the number of a page, or of a sequence of a cache."""
+    """Check a page number, or the index of a sequence in a cache."""
     if not 0 <= entry < count:
         raise ValueError(f"{name} must be from 0 to {count_name} - 1, {count - 1}, got {entry}")
 
 
 def check_trees(starts: list[int], tree_mask: Tensor) -> None:
-    """Check that the rows of a tree name new tokens of their own sequence alone.
+    """Check that an entry of ``tree_mask`` has only bits of new tokens of its own sequence.
 
-    No sequence has more of them than a row has bits: ``max_seqlen_q`` is held to that.
+    No sequence has more new tokens than an entry has bits: ``check_tree_size`` sees to that.
     """
     rows = tree_mask.tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
@@ -128,7 +128,7 @@ def check_trees(starts: list[int], tree_mask: Tensor) -> None:
 
 
 def check_slots(k_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Check that slots are of the cache, and no two alike; this waits for a GPU."""
+    """Check that slots are in the cache and that no two tokens share one; this waits for a GPU."""
     sizes = cache_sizes(k_cache)
     slots = sizes.num_blocks * sizes.block_size
     taken: dict[int, int] = {}

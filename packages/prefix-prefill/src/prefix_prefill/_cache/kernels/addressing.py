@@ -1,4 +1,4 @@
-"""How the kernels address a cache, and the scales of what is in it."""
+"""Strides, alignments and scales of a cache, as the kernels take them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from ..layout import (
 
 
 class CacheForm:
-    """Strides and layout of a cache, as the kernels take them."""
+    """Strides and layout of a cache."""
 
     def __init__(
         self, k_cache: Tensor, v_cache: Tensor, block_n: int = 1, in_words: bool = False
     ) -> None:
-        """Look at a cache that is read in tiles of ``block_n`` keys, and in words if it can be."""
+        """Describe a cache that is read in tiles of ``block_n`` keys.
+
+        ``in_words``: read it in words of 16 bits, if strides and alignment allow it.
+        """
         self.k = k = key_strides(k_cache)
         self.v = v = value_strides(k_cache, v_cache)
         self.page = cache_sizes(k_cache).block_size
@@ -36,7 +39,7 @@ class CacheForm:
         self.values_lie_as_keys = (k.page, k.slot) == (v.page, v.slot)
         of_byte = numbers_of_byte(k_cache)
         v_bytes = _begins(v_cache, v, head_dim_of_values(k_cache, v_cache) // of_byte)
-        # slots that follow each other in one page and in one tile
+        # contiguous slots that lie in one page and in one tile
         self.v_column_run = 0
         if v.inner != 1 and v.slot == 1:
             slots = math.gcd(self.page, block_n)
@@ -58,7 +61,7 @@ class CacheForm:
 
 
 def has_narrow_words(x: Tensors) -> bool:
-    """Say whether a cache is read in words, but in accesses of less than 16 bytes."""
+    """Return whether a cache is read in words, but in accesses of less than 16 bytes."""
     cache = CacheForm(x.k_cache, x.v_cache, in_words=words_of(x) != "")
     return cache.word_bits > 0 and min(cache.layout.K_BYTES, cache.layout.V_BYTES) < ACCESS_BYTES
 
@@ -70,7 +73,7 @@ def _begins(cache: Tensor, strides: Strides, run: int) -> int:
 
 
 def _gcd(x: Tensor, begins: tuple[int, ...], run: int) -> int:
-    # strides of a dimension of one element count for nothing, and may be any; they do no harm
+    # a dimension of size 1 may have any stride, which at most lowers the result
     return math.gcd(ACCESS_BYTES, x.data_ptr(), *(n * x.element_size() for n in (*begins, run)))
 
 
@@ -81,12 +84,12 @@ def row_strides(x: Tensor) -> tuple[int, int]:
 
 
 def descale_ndim(*descales: Tensor | None) -> int:
-    """Return the most dimensions of a scale: 0, 1 by heads, or 2 by sequences and heads."""
+    """Return the most dimensions of the descales: 0, 1 per head, 2 per sequence and head."""
     return max((d.ndim for d in descales if d is not None and d.numel() != 1), default=0)
 
 
 def one_form(shape: tuple[int, ...], *descales: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Bring the scales to one form: of a shape each, or, without one, of one element each."""
+    """Expand the scales to one shape; an empty shape leaves scales of one element."""
     if not shape:
         return tuple(map(dense, descales))
     parts = (None if d is None else d.reshape(()) if d.numel() == 1 else d for d in descales)

@@ -1,18 +1,18 @@
-"""Words of a cache: numbers of 8 or 4 bits, of which several are read at once.
+"""Words of a cache: several numbers of 8 or 4 bits, which are read at once.
 
-A word of 16 bits holds two numbers of 8 bits, or four of 4. Tiles of words go through shared memory
-to the tensor cores' registers as tiles of bf16 do. There each word becomes a number in every
-*slice*: slice t holds the numbers t, t + SLICES, ... of all vectors. A product with vectors is the
-sum of the products with their slices, and slices of an output are put together once, at its end.
+A word of 16 bits holds two numbers of 8 bits or four of 4 bits. Tiles of words go through shared
+memory to registers as tiles of bf16 do. There each word becomes one number in every *slice*: slice
+t holds the numbers t, t + SLICES, ... of all vectors. A product with vectors is the sum of the
+products with their slices. The slices of an output are joined once, at the end.
 """
 
 import triton
 import triton.language as tl
 
-# Two words in one register become two numbers of each slice. Integers: as the low bits of the
-# fraction of 128 in bf16, of 1024 in fp16, which is then taken away again, with what makes them
-# unsigned. bf16 has no room for 8 bits: the sign comes separately. In fp16, 4 bits may lie 4 bits
-# higher, as 16 times the number.
+# Two words in one register become two numbers of each slice. An unsigned integer becomes the low
+# bits of the mantissa of a large power of two (128 in bf16, 1024 in fp16), which is then subtracted
+# with the offset that made the integer unsigned. bf16 has no room for 8 bits, so the sign is
+# handled separately. fp16 has room for 4 bits that are 4 bits higher, 16 times the number.
 _INT4_BF16 = tl.constexpr("""{
     .reg .b32 x, one, bias;
     mov.b32 one, 0x3f803f80;
@@ -64,7 +64,7 @@ _INT8_FP16 = tl.constexpr("""{
     lop3.b32 x, x, 0x00ff00ff, bias, 0x6a;
     sub.rn.f16x2 $1, x, bias;
 }""")
-# FP8: two numbers at once to fp16, which holds them all; to bf16 takes three times as long
+# FP8: two numbers at once to fp16, which holds all of them; bf16 would take three times as long
 _E4M3_FP16 = tl.constexpr("""{
     .reg .b32 x;
     .reg .b16 lo, hi;
@@ -129,7 +129,7 @@ def _four_of_bf16(words, PTX: tl.constexpr):
 
 @triton.jit
 def _by_ptx(words, WIDE: tl.constexpr, STORED: tl.constexpr):
-    """Return the slices of words of 16 bits, of which a register holds two."""
+    """Return the slices of words of 16 bits; a register holds two words."""
     if tl.float16 == WIDE:
         if tl.uint8 == STORED:
             slices = _four_of_fp16(words, _INT4_FP16)
@@ -164,8 +164,8 @@ def slices_of(
 ):
     """Return the slices of a tile of words as a tuple, each shaped like it, of dtype ``WIDE``.
 
-    ``STORED`` is the dtype of the cache: FP8, int8, or uint8, whose bytes hold two numbers of 4
-    bits. The dtypes that ``WIDE`` may be hold all of their numbers: nothing is rounded.
+    ``STORED`` is the dtype of the cache: FP8, int8, or uint8 for two int4 per byte. The conversion
+    is exact.
     """
     if PTX and words.dtype == tl.int16 and tl.float32 != WIDE:
         slices = _by_ptx(words, WIDE, STORED)
@@ -183,7 +183,7 @@ def slices_of(
 
 @triton.jit
 def joined(slices):
-    """Return the tile whose slices these are."""
+    """Interleave slices to the tile that they are slices of."""
     if len(slices) == 1:
         whole = slices[0]
     elif len(slices) == 2:

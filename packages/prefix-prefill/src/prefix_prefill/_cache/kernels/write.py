@@ -6,7 +6,7 @@ import triton.language as tl
 from ..._paged.portable.parameters import WriteCounts, WritePointers, WriteStrides, WriteTile
 from ..._paged.portable.structures import Columns, Packed, Side, Slots, VectorLayout, Vectors
 
-# 1.5 * 2**23: fp32 has no fractions there
+# 1.5 * 2**23: neighbouring fp32 numbers differ by 1 there
 _ROUNDING = tl.constexpr(12582912.0)
 
 # as in ``_paged/portable/attention.py``
@@ -31,7 +31,7 @@ def store_rows(values, cache, rows, inside, cols, LAYOUT: tl.constexpr, HEAD_DIM
 
 @triton.jit
 def _stored(values, side, head, TILE: tl.constexpr):
-    """Return values as the cache holds them: FP8 is scaled and saturated first."""
+    """Cast values to the dtype of the cache; FP8 is scaled and saturated first."""
     FP8_MAX: tl.constexpr = TILE.FP8_MAX
     if FP8_MAX > 0:
         values = values.to(tl.float32)
@@ -49,7 +49,7 @@ def _quantised(values, INT_MAX: tl.constexpr, SCALE_DTYPE: tl.constexpr):
     """
     values = values.to(tl.float32)
     largest = tl.max(tl.abs(values), 1)  # [BLOCK_T]
-    # the maximum leaves NaN out
+    # the maximum ignores NaN
     is_nan = tl.max((values != values).to(tl.int32), 1) > 0
     largest = tl.where(is_nan, float("nan"), largest)
     scale = tl.div_rn(largest, tl.full(largest.shape, INT_MAX, tl.float32)).to(SCALE_DTYPE)
@@ -58,13 +58,13 @@ def _quantised(values, INT_MAX: tl.constexpr, SCALE_DTYPE: tl.constexpr):
     codes = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
     codes = tl.where(codes == codes, codes, 0.0)
     codes = tl.clamp(codes, -1.0 * INT_MAX, 1.0 * INT_MAX)
-    # adding this rounds to a whole number, to the even one of two that are as near
+    # adding this rounds to the nearest integer, ties to even
     return (codes + _ROUNDING) - _ROUNDING, scale
 
 
 @triton.jit
 def _packed(codes):
-    """Return bytes of two codes of 4 bits, of which the first is the low one."""
+    """Return bytes of two codes of 4 bits, the first in the low bits."""
     codes = codes.to(tl.int32) & 15  # [BLOCK_T, BLOCK_D]
     low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
     return low | (high << 4)  # [BLOCK_T, BLOCK_D // 2]
@@ -82,7 +82,7 @@ def store_codes(
     COLUMNS: tl.constexpr,
     INT_MAX: tl.constexpr,
 ):
-    """Store rows as codes, and the scale of each ``at`` its place."""
+    """Store rows as codes, and their scales at offsets ``at``."""
     codes, scale = _quantised(values, INT_MAX, scales.base.dtype.element_ty)
     tl.store(scales.base + at, scale, mask=inside)
     if INT_MAX == 7:
@@ -107,9 +107,9 @@ def _write(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write tokens of one head into their slots; those below 0, or past the end, stay out.
+    """Write tokens of one head into their slots; slots below 0 or past the end are skipped.
 
-    What is to be written does not wait for the slots: of tokens that stay out it is read in vain.
+    Tokens are loaded without waiting for the slots, so skipped ones are loaded, too.
     """
     ROW_BYTES: tl.constexpr = TILE.ROW_BYTES
     new, cache = side.new, side.cache
@@ -195,8 +195,8 @@ def reshape_and_cache_kernel(
 ):
     """``k_cache[slot // PAGE, slot % PAGE] = k / k_scale`` with ``slot = slot_mapping[token]``.
 
-    A program writes the keys, or the values, of a block of tokens of one head. With ``INT_MAX``,
-    ``k_scale`` is ``max(abs(k)) / INT_MAX`` of each row, and is written beside it.
+    A program writes the keys or the values of a block of tokens of one head. With ``INT_MAX``,
+    ``k_scale`` is ``max(abs(k)) / INT_MAX`` of each row, and is written to the scale cache.
     """
     TILE: tl.constexpr = WriteTile(
         HEADS,
@@ -226,7 +226,7 @@ def reshape_and_cache_kernel(
     head = (pid // 2 % HEADS).to(tl.int64)
     token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     if OVERLAP:
-        # the one behind may be set up, too; each waits until the one before has written all
+        # the next kernel may start; each waits until the previous one has stored everything
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if pid % 2 == 0:

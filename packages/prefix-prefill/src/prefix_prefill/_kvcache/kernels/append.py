@@ -1,4 +1,4 @@
-"""Appending to a cache, with rotary embeddings, and the pages of a cache that has none."""
+"""Kernels that append to a cache, with rotary embeddings, and that make the table of row pages."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ APPEND_NUMBERS = AppendCounts._fields + AppendStrides._fields
 
 @triton.jit
 def _tokens(block, lengths_ptr, batch, seqlen, MOVING: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the ``Tokens`` of a block: each stands behind its sequence's keys, or just there."""
+    """Return the ``Tokens`` of a block, at the first new position or, with MOVING, from it on."""
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     exists = token < batch * seqlen
     sequence = token // seqlen
@@ -51,7 +51,7 @@ def _load(x, tokens, head, COLUMNS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _rotated(values, x, tokens, head, rope, TILE: tl.constexpr):
-    """Turn each pair of numbers by the angle of its token's position, in fp32."""
+    """Rotate each pair of numbers by the angle of its token's position, in fp32."""
     ROTARY_DIM: tl.constexpr = TILE.ROTARY_DIM
     HALF: tl.constexpr = ROTARY_DIM // 2
     cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
@@ -88,7 +88,7 @@ def _append(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write a head of new tokens where their positions lie; what is beyond the cache stays out."""
+    """Write a head of new tokens at their positions; positions outside the cache are skipped."""
     cache, scales = side.cache, side.scales
     inside = tokens.exists & (tokens.position >= 0) & (tokens.position < room.slots)
     index = (tokens.position // room.page).to(tl.int64)  # [BLOCK_T]
@@ -175,10 +175,10 @@ def append_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """``k_cache[row, cache_seqlens + i] = rotate(k[i])``, likewise v unrotated; ``rotate(q[i])``.
+    """``k_cache[row, cache_seqlens + i] = rotate(k[i])``, ``v_cache`` the same without rotation.
 
-    A program writes the keys, or the values, or the rotated queries, of a block of tokens of one
-    head.
+    Rotated queries go to ``rotated_ptr``. A program writes the keys, the values or the queries of a
+    block of tokens of one head.
     """
     TILE: tl.constexpr = AppendTile(
         HEADS_Q,
@@ -255,7 +255,7 @@ def append_kernel(
         queries = _load(x, tokens, head, KEY, TILE)  # [BLOCK_T, BLOCK_D]
         queries = _rotated(queries, x, tokens, head, rope, TILE)
         rows = (tokens.token * HEADS_Q + head) * HEAD_DIM
-        # the package's own, without gaps
+        # the launcher allocates this tensor without gaps
         where = tl.multiple_of(rotated_ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :]
         tl.store(where, queries, mask=tokens.exists[:, None] & (cols < HEAD_DIM)[None, :])
 
@@ -279,8 +279,8 @@ def pages_kernel(
 ):
     """``starts[b] = b * seqlen_q``; ``lengths[b] = cache_seqlens[b] + new - leftpad[b]``.
 
-    And ``table[b, i] = row * row_pages + leftpad[b] + i * step``, where the cache has no table of
-    its own. A program has a sequence.
+    Without a page table also ``table[b, i] = row * row_pages + leftpad[b] + i * step``. One program
+    per sequence.
     """
     sequence = tl.program_id(0)
     tl.store(starts_ptr + sequence + 1, (sequence + 1) * seqlen_q)

@@ -1,7 +1,7 @@
-"""The host side of ``flash_attn_with_kvcache``: appending, and a cache of rows as one of pages.
+"""Launchers of ``flash_attn_with_kvcache``: the append, and attention over rows as pages.
 
-Rows become pages without a copy: a page may begin at every slot, so that the view of a cache has as
-many pages as slots, which overlap, and the table of a sequence names every ``SLOTS``-th of its row.
+Rows become pages without a copy. The view of a cache has a page beginning at every slot, so pages
+overlap; the page table of a sequence has every ``SLOTS``-th page of its row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .append import append_kernel, pages_kernel
 
 # tokens of one head that a program appends
 BLOCK_T = 16
-# slots of a page of a row: a multiple of every tile of keys, so that a tile has one page
+# slots per page of a row: a multiple of every tile of keys, so that a tile has one page
 SLOTS = 128
 # entries of a table that are written at once
 ENTRIES = 256
@@ -61,7 +61,7 @@ def plans_of(
     attend: RowTensors,
     options: RowOptions,
 ) -> tuple[AppendPlan | None, RowPlan] | None:
-    """Return how to launch a form of calls, or None where tensors have to be copied first."""
+    """Return launchers for calls like this one, or None if tensors have to be copied first."""
     new = [attend.q] if append is None else [append.q, append.k, append.v, attend.q]
     if not all(map(is_aligned, new)):
         return None
@@ -70,10 +70,10 @@ def plans_of(
 
 
 class AppendPlan:
-    """All of the launch that depends on a call's form alone."""
+    """Launcher of the appends with one signature."""
 
     def __init__(self, x: AppendTensors, options: AppendOptions) -> None:
-        """Plan for calls like this one, whose new tokens are as ``aligned`` leaves them."""
+        """Prepare appends like ``x``, whose new tokens are aligned (see ``aligned``)."""
         heads_q, head_dim = x.q.shape[1:]
         heads_k = x.k.shape[1]
         cache = CacheForm(x.k_cache, x.v_cache)
@@ -135,16 +135,16 @@ class AppendPlan:
         self._append = Launch(append_kernel, constants)
 
     def run(self, x: AppendTensors) -> None:
-        """Launch for one call of the form."""
+        """Launch one append."""
         x = x._replace(
             cache_seqlens=x.cache_seqlens.contiguous(), cache_batch_idx=dense(x.cache_batch_idx)
         )
-        # the tensors are the fields of AppendPointers
+        # AppendTensors has the fields of AppendPointers
         self._append(self._grid, x, self._numbers)
 
 
 class Pages(NamedTuple):
-    """A cache of rows as one of pages: the views, and what its tables are made of."""
+    """A cache of rows as pages: the views, and the numbers that make its page table."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -152,16 +152,16 @@ class Pages(NamedTuple):
     v_scale_cache: Tensor | None
     row_pages: int
     step: int
-    pages: int  # of a sequence
+    pages: int  # pages of a sequence
 
 
 class RowPlan:
-    """All of the launches that depends on a call's form alone."""
+    """Launcher of attention over rows with one signature."""
 
     def __init__(self, x: RowTensors, options: RowOptions, is_kept: bool = False) -> None:
-        """Plan for calls like this one, whose queries are as ``aligned`` leaves them.
+        """Prepare calls like ``x``, whose queries are aligned (see ``aligned``).
 
-        ``is_kept``: for others after it, too.
+        ``is_kept``: the launcher will be reused.
         """
         self._batch = len(x.cache_seqlens)
         self._seqlen_q = len(x.q) // max(1, self._batch)
@@ -184,7 +184,7 @@ class RowPlan:
         self._attention: Plan = make(self._tensors(x), options.as_options(), is_kept)
 
     def _tensors(self, x: RowTensors) -> Tensors:
-        """Return the arguments of the attention kernel, in which tables are yet to be written."""
+        """Return the tensors of the attention kernel; ``pages_kernel`` fills tables and lengths."""
         batch = self._batch
         caches, table = _caches(x), x.block_table
         pages = self._counts.pages
@@ -211,7 +211,7 @@ class RowPlan:
         )
 
     def run(self, x: RowTensors) -> None:
-        """Launch for one call of the form."""
+        """Launch one call."""
         if len(x.q) == 0:
             return
         y = self._tensors(x)
@@ -228,12 +228,12 @@ class RowPlan:
 
 
 def pages_of_rows(x: RowTensors) -> Pages:
-    """Return the view of a cache of rows as one of pages."""
+    """Return a cache of rows as ``Pages``; if that is impossible, one page per row."""
     rows, slots, _, _ = x.k_cache.shape
     caches = _caches(x)
     ratios = {_slots_of_row(cache) for cache in caches if cache is not None}
     ratio = ratios.pop()
-    # the numbers of pages are those of keys, values and scales, and have 32 bits
+    # page numbers are int32, and the same for keys, values and scales
     if ratio is None or ratios or (total := (rows - 1) * ratio + slots) > MAX_INT32:
         if x.cache_leftpad is not None:
             raise NotImplementedError(
@@ -258,7 +258,7 @@ def _caches(x: RowTensors) -> tuple[Tensor | None, ...]:
 
 
 def _slots_of_row(cache: Tensor) -> int | None:
-    """Return how many slots a row lies from the next, if it is a whole number of them."""
+    """Return the distance of neighbouring rows in slots, or None if it is no whole number."""
     row, slot = cache.stride()[:2]
     if cache.shape[0] <= 1:
         return cache.shape[1]

@@ -1,8 +1,8 @@
-"""Multi-head latent attention over an FP8 cache on Hopper: keys are widened on their way.
+"""Multi-head latent attention over an FP8 cache on Hopper; keys are widened to 16 bits.
 
 The kernel of ``kernel.py``, with a third warpgroup in place of the copying warp. It reads tiles of
-keys into registers, a tile ahead, widens them to 16 bits, which hold all numbers of 8, and stores
-them where the products read them. Pages may have any size.
+keys into registers, one tile ahead, widens them to 16 bits, which is exact, and stores them in
+shared memory. Pages may have any size.
 """
 
 from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -33,7 +33,7 @@ def _keys_of(tile, last, cache, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TIL
 
 @gluon.jit
 def _widen(work, cache, pipeline, TILE: gl.constexpr):
-    """Bring tiles of keys into shared memory in 16 bits, the last one first."""
+    """Bring tiles of keys into shared memory in 16 bits, from the last to the first."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     STAGES: gl.constexpr = TILE.STAGES
     dtype: gl.constexpr = pipeline.k_s.dtype
@@ -41,7 +41,7 @@ def _widen(work, cache, pipeline, TILE: gl.constexpr):
     steps = work.end - work.begin
     for step in range(steps):
         tile = work.end - 1 - step
-        # read before there is room
+        # read before the stage is free
         low = _keys_of(tile, last, cache, 0, HALF, TILE)
         high = _keys_of(tile, last, cache, HALF, HALF, TILE)
         rest = _keys_of(tile, last, cache, 2 * HALF, REST, TILE)
@@ -60,7 +60,7 @@ def _widen(work, cache, pipeline, TILE: gl.constexpr):
     leave(steps, 4, TILE)
 
 
-# integers and pointers are taken as they come; see ``runtime.py``
+# no specialisation on values or alignment: see ``runtime.py``
 NUMBERS = Counts._fields + WideStrides._fields
 POINTERS = tuple(name for name in WideArguments._fields if not name.startswith("part_"))
 
@@ -103,7 +103,7 @@ def mla_fp8_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
-    ``k``, of 576 columns, lies in the pages of an FP8 cache.
+    ``k``, of 576 columns, is in the pages of an FP8 cache.
     """
     TILE: gl.constexpr = Tile(
         CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES, PARTIES, FOLD

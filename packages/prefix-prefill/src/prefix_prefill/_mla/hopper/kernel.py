@@ -1,9 +1,9 @@
-"""Multi-head latent attention on Hopper: keys and values are one read of the latent vectors.
+"""Multi-head latent attention on Hopper: one read of the latent vectors brings keys and values.
 
-A program owns 64 rows, query heads of tokens, which share all their keys. One warp copies tiles of
-keys by TMA. The output has 512 columns, more than a warpgroup has registers for, so two warpgroups
-accumulate 256 each. The first also computes the scores and their softmax, and hands probabilities
-and factors to the second through shared memory. The values are the first 512 columns of the keys.
+A program owns 64 rows (query heads of tokens), which share all their keys. One warp copies tiles of
+keys by TMA. The output has 512 columns, too many for the registers of one warpgroup, so each of two
+warpgroups accumulates 256. The first also computes scores and softmax, and passes probabilities and
+factors to the second through shared memory. The values are the first 512 columns of the keys.
 """
 
 from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -33,16 +33,16 @@ from .structures import (
     Tile,
 )
 
-# columns of the keys that are no values
+# rotary columns of the keys, which are no values
 REST = gl.constexpr(64)
-# named barriers between the two warpgroups: probabilities are there, and are used
+# named barriers between the two warpgroups: probabilities are stored, probabilities were read
 FULL = gl.constexpr(TURN.value)
 USED = gl.constexpr(TURN.value + 1)
 
 
 @gluon.jit
 def clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
-    """Write 0 and -inf to tokens of no sequence; each program takes its part of them."""
+    """Write out 0 and lse -inf for tokens outside every sequence; programs share them."""
     begin = gl.load(cu_seqlens_q_ptr)
     end = gl.load(cu_seqlens_q_ptr + batch)
     tokens, out = results.tokens, results.out
@@ -59,7 +59,7 @@ def clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
 
 @gluon.jit
 def queries_of(work, queries, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TILE: gl.constexpr):
-    """Read columns of a tile of queries, ``[ROWS, COLUMNS]``; rows beyond the last are zeros."""
+    """Read columns of a tile of queries, ``[ROWS, COLUMNS]``; rows after the last are zeros."""
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     row = work.row + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, layout))  # [ROWS]
@@ -106,7 +106,7 @@ def _scores(step, pipeline, TILE: gl.constexpr):
 
 @gluon.jit
 def _hand_over(factors, pipeline):
-    """Give the other warpgroup what is in shared memory, and factors ``[ROWS]`` of its rows."""
+    """Store factors ``[ROWS]``, and signal to the second warpgroup that its inputs are ready."""
     pipeline.factor_s.store(factors)
     hopper.fence_async_shared()
     barrier_arrive(FULL, 256, 4)
@@ -114,13 +114,13 @@ def _hand_over(factors, pipeline):
 
 @gluon.jit
 def _store(o, factors, work, results, COLUMN: gl.constexpr, TILE: gl.constexpr):
-    """Write half of the columns of the output, or of what a part of the keys comes to.
+    """Store half of the columns of the output, or of the partial result of a split.
 
-    ``factors`` are 0 for rows that saw no key.
+    ``factors`` are 0 for fully masked rows.
     """
     ROWS: gl.constexpr = TILE.ROWS
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    # what nobody sees may be NaN
+    # a fully masked row gets 0, even if the values are NaN
     o = gl.where(factors[:, None] == 0.0, 0.0, o * factors[:, None])  # [ROWS, HALF]
     index = gl.arange(0, ROWS, gl.SliceLayout(1, O))  # [ROWS]
     cols = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, O))  # [HALF]
@@ -164,7 +164,7 @@ def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     _load_queries(work, queries, pipeline, TILE)
-    # where the scale is positive, max commutes, and it goes into the exponential's multiply-add
+    # FOLD: the scale goes into the multiply-add of exp2; it is positive, so max commutes with it
     factor = scale * LOG2E if TILE.FOLD else 1.0
     o = gl.zeros([ROWS, HALF], gl.float32, O)
     m = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
@@ -184,7 +184,7 @@ def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
             cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
             s = hide_unless(s, cols[None, :], bound[:, None])
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
-        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+        # a row without keys so far needs a finite pivot: -inf - -inf is NaN
         pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
         e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
         alpha = gl.exp2(m - pivot)
@@ -208,7 +208,7 @@ def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
 
 @gluon.jit
 def follow(work, pipeline, results, TILE: gl.constexpr):
-    """Compute the second half of the output from the probabilities of the other warpgroup."""
+    """Compute the second half of the output from the probabilities of the first warpgroup."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     STAGES: gl.constexpr = TILE.STAGES
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -223,7 +223,7 @@ def follow(work, pipeline, results, TILE: gl.constexpr):
         o = hopper.warpgroup_mma(pipeline.p_s, v, o, is_async=True)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(USED, 256, 4)
-        # the scores, of which these columns are part, were done before
+        # the first warpgroup read these columns for the scores before it signalled FULL
         barrier_arrive(EMPTY + 2 * stage + 1, TILE.PARTIES, 4)
     barrier_sync(FULL, 256, 4)
     _store(o, pipeline.factor_s.load(gl.SliceLayout(1, O)), work, results, HALF, TILE)
@@ -246,7 +246,7 @@ def pipeline_of(k_s, k_rest_s, TILE: gl.constexpr):
     return Pipeline(q_s, q_rest_s, k_s, k_rest_s, p_s, factor_s, low_full, high_full)
 
 
-# integers and pointers are taken as they come; see ``runtime.py``
+# no specialisation on values or alignment: see ``runtime.py``
 NUMBERS = Counts._fields + Strides._fields
 POINTERS = tuple(
     name for name in Arguments._fields if name.endswith("_ptr") and not name.startswith("part_")
@@ -289,7 +289,7 @@ def mla_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
-    ``k``, of 576 columns, lies in the pages of a cache.
+    ``k``, of 576 columns, is in the pages of a cache.
     """
     TILE: gl.constexpr = Tile(
         CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES, PARTIES, FOLD

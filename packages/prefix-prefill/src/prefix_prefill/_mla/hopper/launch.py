@@ -1,4 +1,4 @@
-"""The host side of multi-head latent attention on Hopper: tensor maps, the launches."""
+"""Launcher of multi-head latent attention on Hopper: tensor maps, numbers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WARP, WARPGROUP = 32, 128
 
 
 class HopperLaunch:
-    """The launches of the kernels for Hopper, of calls that ``takes_hopper_mla`` takes."""
+    """Launcher of the Hopper kernels, for calls that ``takes_hopper_mla`` accepts."""
 
     def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
-        """Plan for one way to give tiles to programs."""
+        """Prepare calls like ``x`` for one schedule."""
         self.rows, self.block_n = HOPPER_TILE.rows, HOPPER_TILE.block_n
         self._scale, self._batch = options.softmax_scale, x.seqlens_k.shape[0]
         heads, page = x.q.shape[1], x.kv_cache.shape[1]
@@ -48,7 +48,7 @@ class HopperLaunch:
             ROWS=self.rows,
             BLOCK_N=self.block_n,
             STAGES=HOPPER_TILE.stages,
-            # of the warps that copy, and of a warpgroup
+            # the warps that bring keys, and one MMA warpgroup
             PARTIES=(WARPGROUP if self._is_fp8 else WARP) + WARPGROUP,
             # descales may be negative
             FOLD=not self._is_fp8,
@@ -65,7 +65,7 @@ class HopperLaunch:
     def __call__(
         self, grid: int, x: MlaTensors, parts: tuple[Tensor | None, ...], splits: int
     ) -> None:
-        """Launch for so many programs; ``parts`` are what splits come to."""
+        """Launch ``grid`` programs; ``parts`` are the partial results of splits, or None."""
         launch = self._whole if parts[0] is None else self._split
         # the fields of Counts, and of Strides or WideStrides
         numbers = (self._scale, self._batch, x.q.shape[0], splits, *self._strides)

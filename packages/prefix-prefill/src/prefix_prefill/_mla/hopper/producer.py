@@ -1,4 +1,4 @@
-"""Which rows and keys a program has, and the warp that copies their pages by TMA."""
+"""The rows and keys of a program, and the producer warp, which copies pages by TMA."""
 
 from ..._linked.hopper.compat import copy_in, gl, gluon, mbarrier
 from ..._linked.hopper.pipeline import EMPTY, SEARCH_CHUNK, TURN, barrier_sync, coordinates
@@ -10,7 +10,7 @@ HALF = gl.constexpr(256)
 
 @gluon.jit
 def _find_sequence(cu_seqlens_q_ptr, slot, batch, TILE: gl.constexpr):
-    """Return the sequence that owns a slot, as the portable ``find_sequence`` does."""
+    """Return the sequence that owns a slot: see ``find_sequence`` in the portable kernel."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     owned = 0
     for first in range(0, batch + 1, SEARCH_CHUNK):
@@ -18,16 +18,16 @@ def _find_sequence(cu_seqlens_q_ptr, slot, batch, TILE: gl.constexpr):
         start = gl.load(cu_seqlens_q_ptr + index, mask=index <= batch, other=0)
         mine = (start * TILE.GROUP // TILE.ROWS + index < slot) & (index <= batch)
         owned += gl.sum(mine.to(gl.int32), 0)
-    # sums pass through shared memory, which Triton may give away without a barrier
+    # sums go through shared memory, which Triton may reuse without a barrier
     barrier_sync(TURN + 2, 128, 4)
     return owned - 1
 
 
 @gluon.jit
 def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr):
-    """Return the ``Work`` of a program; see ``locate`` there.
+    """Return the ``Work`` of a program: see ``locate`` in the portable kernel.
 
-    All warps of a program call it, ahead of the barriers.
+    All warps of a program call it before the barriers are made.
     """
     GROUP: gl.constexpr = TILE.GROUP
     ROWS: gl.constexpr = TILE.ROWS
@@ -49,7 +49,7 @@ def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr
         # the last tile sees the most keys under a causal mask, and starts first
         tile = tiles - 1 - (unit - (q_start * GROUP // ROWS + sequence + 1))
     has_rows = is_real & (tile >= 0) & (tile < tiles)
-    # below, rows count as inside where they are less than there are
+    # a program without rows has len_q 0 below, so no row of it is inside
     row = gl.where(has_rows, tile * ROWS, 0)
     last, whole = len_k, len_k
     if TILE.CAUSAL:
@@ -68,7 +68,7 @@ def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr
 
 @gluon.jit
 def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
-    """Return where each piece of a tile begins in the map of the cache."""
+    """Return the first row of each piece of a tile in the cache's tensor map."""
     rows = ()
     for i in gl.static_range(TILE.BLOCK_N // TILE.PIECE):
         key = tile * TILE.BLOCK_N + i * TILE.PIECE
@@ -82,7 +82,7 @@ def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
 def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TILE: gl.constexpr):
     """Copy columns of a tile of keys, whose pieces begin at ``rows``.
 
-    Keys from ``last`` on are not read, and become zeros.
+    Keys from ``last`` on are not read; they become zeros.
     """
     PIECE: gl.constexpr = TILE.PIECE
     for i in gl.static_range(TILE.BLOCK_N // PIECE):
@@ -94,7 +94,7 @@ def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TI
 
 @gluon.jit
 def leave(steps, WARPS: gl.constexpr, TILE: gl.constexpr):
-    """Wait until all stages are empty: nobody may be left at a barrier."""
+    """Wait until all stages are free, so that no arrival is left at a barrier."""
     for back in gl.static_range(TILE.STAGES):
         if steps > back:
             stage = (steps - 1 - back) % TILE.STAGES
@@ -104,7 +104,7 @@ def leave(steps, WARPS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def produce(work, inputs, pipeline, TILE: gl.constexpr):
-    """Copy tiles of keys into shared memory, the last one first, a half after the other."""
+    """Copy tiles of keys into shared memory from the last to the first, half by half."""
     STAGES: gl.constexpr = TILE.STAGES
     PIECES: gl.constexpr = TILE.BLOCK_N // TILE.PIECE
     half, rest, table = inputs.half_desc, inputs.rest_desc, inputs.table
@@ -113,7 +113,7 @@ def produce(work, inputs, pipeline, TILE: gl.constexpr):
     steps = work.end - work.begin
     for step in range(steps):
         tile = work.end - 1 - step
-        # looked up before there is room
+        # page numbers are read before the stage is free
         rows = _rows_of(tile, last, entries, inputs, TILE)
         stage = step % STAGES
         full = pipeline.low_full.index(stage)

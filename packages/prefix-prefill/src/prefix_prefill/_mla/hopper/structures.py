@@ -1,4 +1,4 @@
-"""Arguments of the kernel of multi-head latent attention for Hopper."""
+"""Structures of the Hopper kernels of multi-head latent attention."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 
 class Arguments(NamedTuple):
-    """Tensor maps (TMA), and pointers; None for what is not given."""
+    """Tensor maps (TMA) and pointers; None if an argument is not given."""
 
-    half_desc: Any  # of 256 columns of a piece of a page
-    rest_desc: Any  # of its columns that are no values
+    half_desc: Any  # a piece of a page, 256 columns
+    rest_desc: Any  # a piece of a page, the rotary columns
     q_ptr: Any
     block_table_ptr: Any
     cu_seqlens_q_ptr: Any
@@ -21,7 +21,7 @@ class Arguments(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The scale, how much there is, and how it is shared out."""
+    """The scale, and sizes of the batch and of the grid."""
 
     scale: Any
     batch: Any
@@ -42,7 +42,7 @@ class Strides(NamedTuple):
 
 
 class WideArguments(NamedTuple):
-    """Pointers of the kernel that widens FP8 keys, in the order of the call's ``MlaTensors``."""
+    """Pointers of the kernel that widens FP8 keys, in the order of ``MlaTensors``."""
 
     q_ptr: Any
     kv_cache_ptr: Any
@@ -71,38 +71,38 @@ class WideStrides(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is asked for, and how a program divides its work."""
+    """The features of a call, and how a program divides its work."""
 
     CAUSAL: Any
     GROUP: Any  # heads, all of which share the keys
-    TILES: Any  # of each sequence; 0: sequences own tiles by their length
+    TILES: Any  # tiles per sequence; 0: any number
     PAGE: Any
-    PIECE: Any  # keys that are copied at once, of one page
+    PIECE: Any  # keys of one page that one copy brings
     ROWS: Any  # heads times tokens
     BLOCK_N: Any
     STAGES: Any
-    PARTIES: Any  # threads that meet where a part of a stage becomes free
-    FOLD: Any  # the scale is positive, and goes into the exponential
+    PARTIES: Any  # threads at the barrier that frees half of a stage
+    FOLD: Any  # the scale is positive, and is folded into exp2
 
 
 # ---- what the entry hands to the warps
 
 
 class Pipeline(NamedTuple):
-    """Shared memory, and the mbarriers that say when a part of a stage is full."""
+    """Shared memory, and the mbarriers that signal full halves of a stage."""
 
     q_s: Any  # two halves
     q_rest_s: Any
-    k_s: Any  # two halves of each stage
+    k_s: Any  # two halves per stage
     k_rest_s: Any
-    p_s: Any  # probabilities, for the other warpgroup
-    factor_s: Any  # and the factors of its rows
+    p_s: Any  # probabilities for the second warpgroup
+    factor_s: Any  # factors of its rows
     low_full: Any
     high_full: Any
 
 
 class Rows(NamedTuple):
-    """Where rows of tokens and heads lie."""
+    """Pointer and strides of a tensor ``[tokens, heads, columns]``."""
 
     ptr: Any
     stride_token: Any
@@ -110,7 +110,7 @@ class Rows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where results go: of rows, or of parts of their keys."""
+    """The outputs, or the partial results of splits."""
 
     out: Any
     lse_ptr: Any
@@ -125,8 +125,8 @@ class Cache(NamedTuple):
 
     ptr: Any
     page_rows: Any
-    stride: Any  # of rows
-    entries: Any  # of the table
+    stride: Any  # stride of rows
+    entries: Any  # the sequence's row of the page table
     stride_page: Any
 
 
@@ -142,15 +142,15 @@ class Inputs(NamedTuple):
 class Work(NamedTuple):
     """The rows of a program, and its tiles of keys, ``[begin, end)``."""
 
-    row: Any  # the first, of the sequence's
+    row: Any  # first row, counted in the sequence
     sequence: Any
     q_start: Any
-    len_q: Any  # 0 where a program has no rows
+    len_q: Any  # 0: the program has no rows
     len_k: Any
     begin: Any
     end: Any
-    last: Any  # of the keys that some row sees
-    whole: Any  # of the keys that every row sees
+    last: Any  # end of the keys that some row sees
+    whole: Any  # end of the keys that every row sees
 
 
 class Softmax(NamedTuple):

@@ -1,7 +1,7 @@
 """Multi-head latent attention: one program owns a tile of rows, which share all their keys.
 
-A row is one head of one token. Values are the first columns of the keys: a tile of keys is read
-once, as two panels, of which one is multiplied with queries and with weights. The rest is as in
+A row is one head of one token. A tile of keys is read once, as two panels of columns. The first
+panel is also the values, so it is multiplied by queries and by probabilities. The rest is as in
 ``_paged/portable/attention.py``.
 """
 
@@ -35,7 +35,7 @@ from .parameters import (
     Share,
 )
 
-# integers and pointers are taken as they come; see ``_paged/portable/attention.py``
+# no specialisation on values or alignment: see ``_paged/portable/attention.py``
 NUMBERS = MlaCounts._fields + MlaStrides._fields
 POINTERS = pointers_of_callers(MlaPointers._fields)
 
@@ -50,7 +50,7 @@ def _share_of(
     SCHEDULE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the ``Share`` of a split; each has as many tiles, but for the last ones."""
+    """Return the ``Share`` of a split; splits have equally many tiles, the last ones fewer."""
     last = seqlen_k
     if CAUSAL:
         row = tl.minimum((place.tile + 1) * SCHEDULE.BLOCK_M, place.seqlen_q * SCHEDULE.GROUP) - 1
@@ -64,7 +64,7 @@ def _share_of(
 
 @triton.jit
 def _clear(pid, cu_seqlens_q_ptr, batch, results, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
-    """Write 0 and -inf to tokens of no sequence; each program takes its part of them."""
+    """Write out 0 and lse -inf for tokens outside every sequence; programs share them."""
     begin = tl.load(cu_seqlens_q_ptr)
     end = tl.load(cu_seqlens_q_ptr + batch)
     tokens, target = results.tokens, results.out
@@ -89,7 +89,7 @@ def _clear(pid, cu_seqlens_q_ptr, batch, results, SCHEDULE: tl.constexpr, TILE: 
 def _attend(
     softmax, queries, source, share, OPTIONS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Fold the keys of a share into the softmax; ``WIDE`` is the dtype of products' operands."""
+    """Fold the keys of a share into the softmax; ``WIDE`` is the dtype of the operands."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     HEAD_DIM_V: tl.constexpr = TILE.HEAD_DIM_V
     VALUES: tl.constexpr = Columns(HEAD_DIM_V, TILE.BLOCK_V)
@@ -118,7 +118,7 @@ def _attend(
             visible = visible & (keys[None, :] <= queries.position[:, None])
         s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1))  # [BLOCK_M]
-        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+        # a row without keys so far needs a finite pivot: -inf - -inf is NaN
         pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         p = tl.exp2(s - pivot[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
@@ -174,7 +174,7 @@ def mla_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :HEAD_DIM_V]``, of rows or of a split of keys.
 
-    ``k`` lies in the pages of a cache.
+    ``k`` is in the pages of a cache.
     """
     OPTIONS: tl.constexpr = MlaOptions(PAGE, KV_UNIT, KV_BYTES, ROW_BYTES, CAUSAL)
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
@@ -233,7 +233,7 @@ def mla_kernel(
     )
     softmax = _attend(softmax, queries, source, share, OPTIONS, TILE, WIDE)
 
-    # rows that saw no key: output 0, lse -inf
+    # fully masked rows: output 0, lse -inf
     l_i = softmax.l_i
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = softmax.acc * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_V]
@@ -264,7 +264,7 @@ def _store_part(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the columns of one part of new tokens: of ``rows`` that exist, ``slots`` inside."""
+    """Store the columns of ``kv_c`` or ``k_pe``; ``rows`` and ``slots`` are offsets."""
     cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
     width = (cols < COLUMNS.HEAD_DIM)[None, :]
     BYTES: tl.constexpr = TILE.ROW_BYTES

@@ -1,10 +1,10 @@
-"""Arguments of the kernels of multi-head latent attention, by names."""
+"""Structures of the portable kernels of multi-head latent attention."""
 
 from typing import Any, NamedTuple
 
 
 class MlaPointers(NamedTuple):
-    """The tensors of a call, in the order of its ``MlaTensors``, and results of splits."""
+    """The tensors of a call, in the order of ``MlaTensors``, and partial results of splits."""
 
     q_ptr: Any
     kv_cache_ptr: Any
@@ -20,7 +20,7 @@ class MlaPointers(NamedTuple):
 
 
 class MlaCounts(NamedTuple):
-    """The scale, how much there is, and how it is shared out."""
+    """The scale, and sizes of the batch and of the grid."""
 
     scale: Any
     batch: Any
@@ -43,11 +43,11 @@ class MlaStrides(NamedTuple):
 
 
 class MlaOptions(NamedTuple):
-    """How the cache lies, and what is asked for."""
+    """Memory layout of the cache, and the features of a call."""
 
     PAGE: Any
     KV_UNIT: Any  # columns of the cache have no gaps
-    KV_BYTES: Any  # alignment of the first column, and of the first that is no value
+    KV_BYTES: Any  # alignment of the first column and of the first rotary column of the cache
     ROW_BYTES: Any  # alignment of the same columns of q
     CAUSAL: Any
 
@@ -59,13 +59,13 @@ class MlaTile(NamedTuple):
     HEAD_DIM_V: Any
     BLOCK_N: Any
     BLOCK_V: Any  # columns of a tile of values, a power of two
-    BLOCK_R: Any  # and of the rest of the keys
+    BLOCK_R: Any  # columns of a tile of the rest of the keys, a power of two
     PRECISION: Any
     UPCAST: Any  # the interpreter multiplies in fp32
 
 
 class MlaWritePointers(NamedTuple):
-    """The tensors of a write, in the order of its ``MlaWriteTensors``."""
+    """The tensors of a write, in the order of ``MlaWriteTensors``."""
 
     kv_c_ptr: Any
     k_pe_ptr: Any
@@ -75,7 +75,7 @@ class MlaWritePointers(NamedTuple):
 
 
 class MlaWriteNumbers(NamedTuple):
-    """How much there is, and strides."""
+    """Sizes and strides."""
 
     tokens: Any
     slots: Any
@@ -88,41 +88,41 @@ class MlaWriteNumbers(NamedTuple):
 
 
 class MlaWriteTile(NamedTuple):
-    """How the cache lies, and how programs divide the work."""
+    """Memory layout of the cache, and how programs divide the work."""
 
     PAGE: Any
     HEAD_DIM_V: Any
-    ROTARY: Any  # columns behind those
-    ROW_BYTES: Any  # alignment of the rows of both parts
+    ROTARY: Any  # rotary columns, after the values
+    ROW_BYTES: Any  # alignment of the rows of kv_c and k_pe
     FP8_MAX: Any
     BLOCK_T: Any
     BLOCK_V: Any
     BLOCK_R: Any
 
 
-# ---- what functions hand on
+# ---- between functions
 
 
 class Share(NamedTuple):
-    """The keys of a program: tiles ``[begin, end)``, and what bounds them."""
+    """The tiles of keys of a program, ``[begin, end)``."""
 
     begin: Any
     end: Any
-    last: Any  # of the keys that some row sees
+    last: Any  # end of the keys that some row sees
 
 
 class MlaSource(NamedTuple):
-    """Where the keys of a sequence lie."""
+    """The keys of a sequence."""
 
-    v: Any  # the columns that are values, too
-    r: Any  # those that are not
+    v: Any  # the columns that are also values
+    r: Any  # the rest of the columns
     table: Any
 
 
 class MlaQueries(NamedTuple):
-    """What keys are held against, row by row."""
+    """The rows of a tile of queries."""
 
     v: Any
     r: Any
     position: Any
-    factor: Any  # of products, for logits to base 2
+    factor: Any  # factor of products, for logits in base 2

@@ -1,10 +1,10 @@
-"""Prefill on Hopper: a warp gathers pages by TMA, warpgroups multiply in turns (wgmma).
+"""Prefill on Hopper: one warp gathers pages by TMA, two or three MMA warpgroups run wgmma.
 
-There are two of these, or three. Each owns 64 rows of a tile, query heads of one head of keys times
-tokens, and walks their keys from the last to the first, with the online softmax of FlashAttention-2
-(Dao, 2023) and the two overlaps of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax runs
-beside the others' products, and beside its own product of the last tile's probabilities with the
-values.
+A warpgroup owns 64 rows of a tile (query heads of one head of keys, times tokens). It visits its
+keys from the last to the first, with the online softmax of FlashAttention-2 (Dao, 2023) and the two
+overlaps of FlashAttention-3 (Shah et al., 2024): the softmax of a warpgroup overlaps with the
+products of the other warpgroups (ping-pong), and with its own product of the previous tile's
+probabilities and values.
 """
 
 from ..._linked.hopper.compat import gl, gluon, hopper
@@ -33,7 +33,7 @@ from .structures import (
 def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     """Return the ``Pipeline`` with these tiles of keys and values; all warps call it."""
     dtype: gl.constexpr = q_desc.dtype
-    COUNT: gl.constexpr = TILE.WARPGROUPS * TILE.BUFFERS_Q  # of warpgroups' tiles of queries
+    COUNT: gl.constexpr = TILE.WARPGROUPS * TILE.BUFFERS_Q  # buffers for tiles of queries
     box: gl.constexpr = [1, 1, TILE.PACK, TILE.ROWS // TILE.PACK, TILE.HEAD_DIM]
     q_s = gl.allocate_shared_memory(dtype, [COUNT] + box, q_desc.layout)
     if TILE.SHARE or out_desc is None:
@@ -44,7 +44,7 @@ def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
     q_full, q_empty = barriers(COUNT, 1), barriers(COUNT, 1)
     k_full, v_full = barriers(TILE.STAGES_K, 1), barriers(TILE.STAGES_V, 1)
-    # what is announced of a tile is read by those that multiply, and by one that widens values
+    # an announcement is read by the MMA warpgroups, and by the warpgroup that widens values
     READERS: gl.constexpr = TILE.WARPGROUPS + (TILE.WIDENERS == 2)
     tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
     hopper.fence_async_shared()
@@ -53,7 +53,7 @@ def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     )
 
 
-# integers and pointers are taken as they come; see ``runtime.py``
+# no specialisation on values or alignment: see ``runtime.py``
 NUMBERS = Scores._fields + Counts._fields + Strides._fields
 POINTERS = tuple(name for name in Arguments._fields if name.endswith("_ptr"))
 
@@ -115,8 +115,8 @@ def prefill_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
 
-    Those of the queries' tokens may lie beside it. A persistent program: one warp produces, two
-    or three warpgroups consume.
+    Keys and values of the queries' tokens may be separate tensors. A persistent kernel: one warp
+    produces, two or three warpgroups consume.
     """
     OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_NEW, DESCALE_NDIM)
     TILE: gl.constexpr = Tile(
@@ -159,7 +159,7 @@ def prefill_kernel(
         Tickets(ticket_ptr, packs, total),
         scores,
     )
-    # see ``_copy_tile`` for the producer's
+    # with a window, the producer has fewer: see EARLY in ``_copy_tile``
     REGISTERS: gl.constexpr = [240, 24] if HAS_LEFT else [232, 40]
     gl.warp_specialize(
         [

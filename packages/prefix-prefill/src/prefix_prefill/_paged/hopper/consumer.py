@@ -1,6 +1,6 @@
-"""The warpgroups that multiply: scores, the online softmax, the sum of values, results.
+"""The MMA warpgroups: scores, online softmax, product with the values, results.
 
-Every warpgroup owns 64 rows of a tile of queries, and walks their tiles of keys.
+Every warpgroup owns 64 rows of a tile of queries and visits the tiles of keys that they see.
 """
 
 from ..._linked.hopper.compat import copy_out, gl, gluon, hopper, mbarrier, tma
@@ -29,16 +29,17 @@ from ..._linked.hopper.softmax import finish_softmax, hide, logits_of, row_sums,
 from .structures import Announced, Factors, Queries, Softmax
 from .tiles import keys_of, tile_of, tiles_of
 
-# the least number of fp32 that is no denormal
+# the smallest normal number of fp32
 TINY = gl.constexpr(2.0**-126)
-# of weights: fp16 holds this, and it is far from the numbers that fp16 holds badly
+# largest weight in fp16: it fits, and is far from denormals
 LARGEST = gl.constexpr(32768.0)
+# least unit of weights, relative to the largest so far: see _weighted
 FALL = gl.constexpr(2.0**-60)
 
 
 @gluon.jit
 def receive(pipeline, count):
-    """Wait for the producer to announce a tile of queries, or that none is left."""
+    """Wait for the producer's announcement: a tile of queries, or that none is left."""
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
@@ -54,14 +55,14 @@ def receive(pipeline, count):
 def _tile_of(buffer, pipeline, TILE: gl.constexpr):
     """Return a warpgroup's tile of queries, ``[ROWS, HEAD_DIM]``."""
     if TILE.BUFFERS_Q > 1:
-        # for each loop anew: see docs/hopper-traps.md
+        # computed again for each loop: see docs/hopper-traps.md
         buffer = opaque(buffer)
     return pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
 
 
 @gluon.jit
 def _descale_of(ptr, work, heads_k, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the scale of a tile's keys, or values: one of all, of a head, or of a sequence too."""
+    """Return the descale of keys or values: one for all, per head, or per sequence and head."""
     at = 0
     if OPTIONS.DESCALE_NDIM > 0:
         at = work.head // TILE.GROUP
@@ -72,7 +73,7 @@ def _descale_of(ptr, work, heads_k, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _scores_of(s, tile, stage, tiles, queries, factors, scores, OPTIONS: gl.constexpr):
-    """Return what the softmax is of, times a factor, and that factor."""
+    """Return ``(s, factor)``: ``s * factor`` are the logits in base 2."""
     S: gl.constexpr = s.type.layout
     HAS_ALIBI: gl.constexpr = queries.slopes is not None
     scale, flips = factors.scale, factors.flips
@@ -89,7 +90,7 @@ def _scores_of(s, tile, stage, tiles, queries, factors, scores, OPTIONS: gl.cons
     first, _ = keys_of(tile, tiles, queries.len_k, OPTIONS, s.shape[1])
     rows, slopes, softcap = queries.rows, queries.slopes, scores.softcap
     s = logits_of(s, rows, first, scale, softcap, slopes, OPTIONS.HAS_SOFTCAP, HAS_ALIBI)
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    # the scale goes into the multiply-add of exp2; it is positive, so max commutes with it
     factor = scale * LOG2E
     if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
@@ -107,10 +108,11 @@ def _masked(s, tile, tiles, queries, scores, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _weighted(e, top, stage, factors, DTYPE: gl.constexpr):
-    """Return probabilities times the scales of their values, their unit, and the largest so far.
+    """Return weights (probabilities times the values' scales), their unit, the largest unit so far.
 
-    bf16 holds weights of any size. Those in fp16 are at most ``LARGEST``: the unit follows the
-    scales of a tile, but not below ``FALL`` of the largest, so that no sum overflows.
+    bf16 holds weights of any size. fp16 weights are divided by a unit, so that they are at most
+    ``LARGEST``. The unit follows the scales of a tile, but never falls below ``FALL`` times the
+    largest so far, so that no sum overflows.
     """
     unit = top
     if factors.scales_s is not None:
@@ -136,7 +138,7 @@ def _attend_first(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return the ``Softmax`` of the first tile of keys: no other product runs beside it."""
+    """Return the ``Softmax`` of the first tile of keys, where no product with values overlaps."""
     ROWS: gl.constexpr = TILE.ROWS
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
@@ -179,7 +181,7 @@ def _attend(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Fold a tile's keys into its softmax, but for the product with the last tile of values."""
+    """Fold all keys of a tile of queries into its softmax, except the last product with values."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
     STAGES_K: gl.constexpr = TILE.STAGES_K
@@ -222,7 +224,7 @@ def _attend(
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         sums = row_sums(e)  # [ROWS, 4]
         e, new_unit, new_top = _weighted(e, top, stage, factors, pipeline.q_s.dtype)
-        # the exponentials run ahead of the wait for the other product
+        # `sums` orders this arrival, and so the wait for `o` below, after the exponentials
         barrier_arrive_after(sums, EMPTY + stage, TILE.PARTIES)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
         m = m_new
@@ -230,7 +232,7 @@ def _attend(
             alpha = alpha * (unit / new_unit)
             unit, top = new_unit, new_top
         if factors.v_descale is not None:
-            # the sum of cached values is whole
+            # the sum over cached values is complete
             alpha = gl.where(step == tiles.cached, alpha * factors.v_descale, alpha)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)
@@ -244,7 +246,7 @@ def _attend(
 
 @gluon.jit
 def _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE: gl.constexpr):
-    """Multiply with the last tile of values; store the LSE, and return the output in fp32."""
+    """Multiply by the last tile of values, store the LSE, return the output in fp32."""
     HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
     STAGES_V: gl.constexpr = TILE.STAGES_V
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
@@ -264,13 +266,13 @@ def _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE: gl.
     if results.scales_s is not None and pipeline.q_s.dtype == gl.float16:
         weight = weight * softmax.unit
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
-    # values that nobody sees may be NaN
+    # a fully masked row gets 0, even if the values are NaN
     return gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
 
 
 @gluon.jit
 def _store_rows(o, work, row, out, TILE: gl.constexpr):
-    """Write the output of a warpgroup in fp32."""
+    """Store the output of a warpgroup from registers, in fp32."""
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
     index = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, O))  # [ROWS]
@@ -287,7 +289,7 @@ def _store_rows(o, work, row, out, TILE: gl.constexpr):
 
 @gluon.jit
 def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
-    """Write the output of a warpgroup, which leaves by TMA while the next tile is worked on."""
+    """Store the output of a warpgroup by TMA, which overlaps with the next tile."""
     tma.store_wait(0)
     out_s = pipeline.out_s
     out_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM]).store(o.to(out_s.dtype))
@@ -295,7 +297,7 @@ def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr
     where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, True)
     copy_out(out_desc, where, out_s.index(W))
     if TILE.SHARE:
-        # the output leaves through the memory of the queries, of which there is one tile
+        # the output is in the queries' only buffer: wait until TMA has read it, then free it
         tma.store_wait(0)
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)
 
@@ -304,13 +306,13 @@ def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr
 def consume(
     W: gl.constexpr, out_desc, pipeline, results, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
+    """Compute the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
     ROWS: gl.constexpr = TILE.ROWS
     TOKENS: gl.constexpr = ROWS // TILE.PACK
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     HAS_ALIBI: gl.constexpr = results.alibi_slopes_ptr is not None
     if W == TILE.WARPGROUPS - 1:
-        # the first turn
+        # hand the first ping-pong turn to warpgroup 0
         barrier_arrive(TURN, 256, 4)
     turn = 0  # tiles of keys
     count = 0  # tiles of queries
@@ -321,13 +323,13 @@ def consume(
             descale = _descale_of(results.k_descale_ptr, work, results.heads_k, OPTIONS, TILE)
             flips = descale < 0
             scale = scores.scale * gl.where(flips, -descale, descale)
-            # positive: -inf times it is to stay that
+            # positive, so that -inf times the scale stays -inf
             scale = gl.where(scale < TINY, TINY, scale)
         if results.v_descale_ptr is not None and OPTIONS.HAS_NEW:
             v_descale = _descale_of(results.v_descale_ptr, work, results.heads_k, OPTIONS, TILE)
         factors = Factors(scale, flips, v_descale if OPTIONS.HAS_NEW else None, results.scales_s)
         tiles = tiles_of(work.first_row, work.len_q, work.len_k, scores, OPTIONS, TILE)
-        # heads, and within a head tokens
+        # rows: heads, and within a head tokens
         index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS
         row = work.first_row + W * TOKENS
@@ -353,5 +355,5 @@ def consume(
         work = receive(pipeline, count)
     tma.store_wait(0)
     if W == 0:
-        # the last turn that was passed on
+        # take the last ping-pong turn, so that no arrival is left at the barrier
         barrier_sync(TURN, 256, 4)

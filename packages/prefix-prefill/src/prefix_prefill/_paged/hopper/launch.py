@@ -1,4 +1,4 @@
-"""The host side of prefill on Hopper: tensor maps, the order of tiles, the launch."""
+"""Launcher of prefill on Hopper: tensor maps, numbers, grid."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ WARP, WARPGROUP = 32, 128
 
 
 class HopperPlan:
-    """The long tile of the calls of one form that ``takes_hopper`` takes."""
+    """Launcher of the long tile for the calls that ``takes_hopper`` accepts, with one signature."""
 
     def __init__(self, x: Tensors, options: Options, portable: TilePlan, is_kept: bool) -> None:
-        """Take a call, and whether the plan serves others after it.
+        """Prepare calls like ``x``.
 
-        ``portable`` serves the same sequences where the kernel for Hopper is not worth while.
+        Args:
+            x: tensors of the first call.
+            options: of all calls.
+            portable: launcher for the same sequences, used if the portable kernel is faster.
+            is_kept: the launcher will be reused.
         """
         self.portable, self.least = portable, portable.least
         self._ticket = kept_ticket if is_kept else new_ticket
@@ -39,11 +43,11 @@ class HopperPlan:
         self._rows = hopper.rows // pack
         wide = padded_head_dim(portable.head_dim)
         self._map_q = MapForm(x.q, hopper.rows, wide, ragged=True, heads=pack)
-        # fp32 goes out of registers: shared memory has no room for it
+        # an fp32 output is stored from registers: it does not fit shared memory
         self._map_out = None
         if x.out.dtype == x.q.dtype:
             self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
-        # of new keys, whose tokens lie one behind the other
+        # consecutive tokens hold the new keys, so a piece is not limited by pages
         new_piece = copied_keys(hopper.block_n, left, hopper.block_n)
         self._new_maps = None
         if x.k is not None and x.v is not None:
@@ -102,7 +106,7 @@ class HopperPlan:
             self._tall = launch_of(hopper_tile(portable.head_dim, portable.words, True))
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
-        """Launch for one call."""
+        """Launch one call."""
         portable, launch, block = self.portable, self._prefill, 2 * self._rows
         size = portable.batch, self._packs, self._rows, portable.processors
         if self._tall is not None and is_worth_tall(tokens, *size):
@@ -110,7 +114,7 @@ class HopperPlan:
         total = (tokens // block + portable.batch + 2) * self._packs
         splits = portable.count_splits(portable.count_units(tokens), tokens, max_seqlen_k)
         if splits > 1 or total > MAX_TICKETS:
-            # the portable kernel cuts sequences where they are few
+            # few sequences: the portable kernel splits their keys
             portable.run(x, tokens, max_seqlen_k)
             return
         q, out, out_ptr = self._map_q(x.q), None, x.out
@@ -142,5 +146,5 @@ class HopperPlan:
 
 
 def as_rows(cache: Tensor) -> Tensor:
-    """Return the view of a cache as one row of slots after the other, between pages whatever."""
+    """Return a view of a cache as ``[slots, heads, d]``; gaps between pages stay in the view."""
     return cache.as_strided((rows_of_cache(cache), *cache.shape[2:]), cache.stride()[1:])

@@ -1,4 +1,4 @@
-"""The warp that copies by TMA: which tile of queries is next, its queries, pages of its keys."""
+"""The producer warp: it takes tiles of queries and copies queries, keys and values by TMA."""
 
 from ..._linked.hopper.compat import copy_in, gl, gluon, mbarrier
 from ..._linked.hopper.pipeline import (
@@ -18,16 +18,16 @@ from ..._linked.hopper.pipeline import (
 from .structures import Walk, Work
 from .tiles import seen_of, tile_of, tiles_of
 
-# lanes of the warp; each holds the page of one piece of a tile of keys
+# lanes of the warp; each holds the page number of one piece of a tile of keys
 LANES = gl.constexpr(32)
 
 
 @gluon.jit
 def _find_sequence(sequences, slot, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+    """Return the sequence that owns a slot; -1 is padding before the first, ``batch`` after all.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on. Of several warps, each
-    looks at all of them: sums over warps would pass through shared memory.
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on. With several warps
+    each searches all sequences, because sums over warps would go through shared memory.
     """
     EACH: gl.constexpr = 1 if WARPS == 1 else SEARCH_CHUNK // 32
     layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [WARPS], [0])
@@ -43,10 +43,10 @@ def _find_sequence(sequences, slot, BLOCK: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _locate(ticket, tickets, sequences, TILE: gl.constexpr):
-    """Return the ``Work`` of a ticket; a first row below 0 means that it has none.
+    """Return the ``Work`` of a tile number (ticket); a first row below 0: there is no such tile.
 
-    Tickets count packs of heads, then slots; sequences own slots by their length. Of a sequence the
-    last block starts first, which under a causal mask sees the most keys.
+    Tile numbers count packs of heads first, then slots. A sequence owns slots in proportion to its
+    length, and its last block comes first, because under a causal mask it sees the most keys.
     """
     BLOCK: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
     slot = ticket // tickets.packs
@@ -63,13 +63,13 @@ def _locate(ticket, tickets, sequences, TILE: gl.constexpr):
 
 @gluon.jit
 def next_ticket(tickets):
-    """Take a ticket from the counter; every program has its own number as its first."""
+    """Take a tile number from the counter; the first one of a program is its program id."""
     return gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1, sem="relaxed")
 
 
 @gluon.jit
 def _settle(work, tickets, sequences, TILE: gl.constexpr):
-    """Return the ``Work`` of the first ticket from this one on that holds queries."""
+    """Return ``work``, or if it has no queries the next ``Work`` from the counter that has."""
     while (work.first_row < 0) & (work.ticket < tickets.total):
         work = _locate(next_ticket(tickets), tickets, sequences, TILE)
     return work
@@ -77,13 +77,13 @@ def _settle(work, tickets, sequences, TILE: gl.constexpr):
 
 @gluon.jit
 def next_tile(ticket, tickets, sequences, TILE: gl.constexpr):
-    """Return the ``Work`` of the first ticket from this one on that holds queries."""
+    """Return the ``Work`` of a ticket, or of the next one from the counter that has queries."""
     return _settle(_locate(ticket, tickets, sequences, TILE), tickets, sequences, TILE)
 
 
 @gluon.jit
 def look_up(pages, stride_page, tile, seen, TILE: gl.constexpr):
-    """Return the pages of a tile's pieces, one a lane; only those with keys inside are read."""
+    """Return the page numbers of a tile's pieces, one per lane; pieces without keys read none."""
     index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
     key = tile * TILE.BLOCK_N + index * TILE.PIECE
     is_wanted = (index < TILE.BLOCK_N // TILE.PIECE) & (key < seen.last)
@@ -95,10 +95,11 @@ def look_up(pages, stride_page, tile, seen, TILE: gl.constexpr):
 
 @gluon.jit
 def _copy_piece(key, row, desc, seen, full, memory, HAS_LEFT: gl.constexpr, PIECE: gl.constexpr):
-    """Copy the piece that begins with a key; keys outside of ``[first, last)`` become zeros.
+    """Copy the piece that begins at ``key``; keys outside of ``[first, last)`` become zeros.
 
-    The map is one of rows. It ends a piece where the keys end (see ``coordinates``), or begins it
-    where they begin: rows below 0 read as zeros, too. So what is not seen is not read.
+    The tensor map has one row per slot. Its bounds cut a piece at the last key (see
+    ``coordinates``) or at the first one: rows below 0 read as zeros, too. So keys that no row sees
+    are not read.
     """
     size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
     x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
@@ -114,9 +115,9 @@ def _copy_piece(key, row, desc, seen, full, memory, HAS_LEFT: gl.constexpr, PIEC
 def _copy_pages(
     begin, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr
 ):
-    """Copy the tile of one head that begins with a key from its pages.
+    """Copy the tile of one head that begins at key ``begin``, piece by piece.
 
-    They are ``page_rows`` apart. A piece without keys has no page.
+    Pages are ``page_rows`` rows apart. ``pages`` has no page number for a piece without keys.
     """
     PIECE: gl.constexpr = TILE.PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
@@ -131,10 +132,7 @@ def _copy_pages(
 
 @gluon.jit
 def copy_new(number, q_start, desc, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr):
-    """Copy a tile of new keys of one head, or of values, from the rows of their tokens.
-
-    ``number`` counts the tiles of new keys.
-    """
+    """Copy a tile of new keys or values of one head; ``number`` counts the tiles of new keys."""
     PIECE: gl.constexpr = TILE.NEW_PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
     mbarrier.expect(full, desc.block_type.nbytes * PIECES)
@@ -146,7 +144,7 @@ def copy_new(number, q_start, desc, seen, full, memory, HAS_LEFT: gl.constexpr, 
 
 @gluon.jit
 def announce(index, work, head, count, pipeline):
-    """Tell the consumers which tile of queries comes next; ``index`` counts the fields."""
+    """Announce the next tile of queries to the consumers; ``index`` is ``arange(FIELDS)``."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     fields = gl.where(index == FIRST_ROW, work.first_row, head)
@@ -160,7 +158,7 @@ def announce(index, work, head, count, pipeline):
 
 @gluon.jit
 def announce_the_end(index, count, pipeline):
-    """Tell the consumers that no tile of queries is left."""
+    """Announce to the consumers that no tile of queries is left."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     pipeline.fields_s.index(slot).store(index * 0 - 1)
@@ -169,7 +167,7 @@ def announce_the_end(index, count, pipeline):
 
 @gluon.jit
 def copy_queries(work, head, count, q_desc, pipeline, TILE: gl.constexpr):
-    """Copy the tile of queries number ``count``, a part of it for each warpgroup."""
+    """Copy tile of queries number ``count``: one buffer for each warpgroup."""
     for w in gl.static_range(TILE.WARPGROUPS):
         row = work.first_row + w * (TILE.ROWS // TILE.PACK)
         where = coordinates(work.sequence, head, work.q_start, work.len_q, row, True)
@@ -192,7 +190,7 @@ def _copy_half(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Copy a tile of keys, or of values, as soon as its stage is free."""
+    """Copy a tile of keys or values as soon as its stage is free."""
     if IS_V:
         cache, new_desc, full, memory = inputs.v, inputs.new_v_desc, pipeline.v_full, pipeline.v_s
     else:
@@ -219,8 +217,8 @@ def _copy_tile(
 ):
     """Copy a tile of queries, and the keys and values that it sees, in the order of their use.
 
-    Return how many tiles of keys and of values have been copied by now, and the ``Work`` of the
-    next ticket, which is looked up while the last stage of values is still in use.
+    Return the running counts of tiles of keys and of values, and the ``Work`` of the next ticket,
+    which is located while the last stage of values is still in use.
     """
     tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head = work.ticket % inputs.tickets.packs * TILE.PACK
@@ -235,7 +233,7 @@ def _copy_tile(
     pages_v = gl.zeros([LANES], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     steps = tiles.high - tiles.low
     for step in range(steps):
-        # keys one tile ahead of values; their pages are looked up before there is room
+        # keys are one tile ahead of values; page numbers are read before the stage is free
         tile = tile_of(step, tiles, OPTIONS)
         pages = look_up(entries, table.stride_page, tile, seen, TILE)
         _copy_half(tile, pages, turn, walk, inputs, pipeline, False, OPTIONS, TILE)
@@ -247,7 +245,7 @@ def _copy_tile(
             _copy_half(tile_v, pages_v, turn_v, walk, inputs, pipeline, True, OPTIONS, TILE)
             turn_v += 1
         pages_v = pages
-    # beside a window, there are no registers for the next tile yet
+    # with a window, the registers for the next tile are not free yet
     EARLY: gl.constexpr = not OPTIONS.HAS_LEFT
     tickets, sequences = inputs.tickets, inputs.sequences
     if EARLY:
@@ -267,7 +265,7 @@ def drain(
     PARTIES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Wait until consumers are done with all of ``turn`` tiles: nobody may be left at a barrier."""
+    """Wait until the consumers are done with all ``turn`` tiles, so that no arrival is left."""
     for back in gl.static_range(STAGES):
         if turn > back:
             barrier_sync(FIRST + (turn - 1 - back) % STAGES, PARTIES, WARPS)
@@ -275,14 +273,14 @@ def drain(
 
 @gluon.jit
 def make_ready(work, tickets):
-    """Make the counter ready for the next launch, in the last program that found no ticket."""
+    """Reset the tile counter for the next launch, in the program that took the last number."""
     if work.ticket == tickets.total + gl.num_programs(0) - 1:
         gl.atomic_xchg(tickets.ptr, 0, sem="relaxed")
 
 
 @gluon.jit
 def leave(work, turn, turn_v, tickets, TILE: gl.constexpr):
-    """Wait for the consumers; the last program that found no ticket makes the counter ready."""
+    """Wait for the consumers, then reset the counter: see ``drain`` and ``make_ready``."""
     drain(turn, EMPTY, TILE.STAGES_K, TILE.PARTIES, TILE.WARPS)
     drain(turn_v, EMPTY + TILE.STAGES_K, TILE.STAGES_V, TILE.PARTIES, TILE.WARPS)
     make_ready(work, tickets)

@@ -1,11 +1,11 @@
-"""Scales of single tokens, on their way to the consumers."""
+"""Scales per token: from the cache to shared memory."""
 
 from ..._linked.hopper.compat import gl, gluon
 
 
 @gluon.jit
 def read_scales(first, inputs, seen, entries, TILE: gl.constexpr):
-    """Read the scales of a tile's keys and of its values, each ``[BLOCK_N]``."""
+    """Read the scales of a tile's keys and values, each ``[BLOCK_N]``."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     key = first + gl.arange(0, TILE.BLOCK_N, layout)  # [BLOCK_N]
     is_seen = (key >= seen.first) & (key < seen.last)
@@ -23,6 +23,6 @@ def read_scales(first, inputs, seen, entries, TILE: gl.constexpr):
 
 @gluon.jit
 def put_scales(k_scale, v_scale, stage, scales_s):
-    """Store the scales of a tile in fp32."""
+    """Store the scales of a tile in shared memory, in fp32."""
     scales_s.index(2 * stage).store(k_scale.to(gl.float32))
     scales_s.index(2 * stage + 1).store(v_scale.to(gl.float32))

@@ -1,7 +1,6 @@
-"""Arguments of the kernel for Hopper, by names; see ``portable/parameters.py``.
+"""Structures of the Hopper kernels; see ``portable/parameters.py``.
 
-The host makes the structures of the first part, and the entry puts them together again, by who
-reads them.
+The host passes those of the first part. The entry regroups them by the warps that read them.
 """
 
 from typing import Any, NamedTuple
@@ -10,17 +9,17 @@ from typing import Any, NamedTuple
 
 
 class Arguments(NamedTuple):
-    """Tensor maps (TMA), and pointers; None for what is not given."""
+    """Tensor maps (TMA) and pointers; None if an argument is not given."""
 
     q_desc: Any
     k_desc: Any
     v_desc: Any
-    new_k_desc: Any  # None where all keys are in the cache
+    new_k_desc: Any  # None: all keys are in the cache
     new_v_desc: Any
-    out_desc: Any  # None where the output is fp32, which goes out of registers
-    out_ptr: Any  # None where it is not
+    out_desc: Any  # None for an fp32 output, which is stored from registers
+    out_ptr: Any  # None for other outputs
     lse_ptr: Any
-    ticket_ptr: Any  # the counter from which programs take their tiles
+    ticket_ptr: Any  # the tile counter
     block_table_ptr: Any
     cu_seqlens_q_ptr: Any
     seqlens_k_ptr: Any
@@ -29,7 +28,7 @@ class Arguments(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns products into scores, and which of them count."""
+    """The scale, softcap and window of the scores."""
 
     scale: Any
     softcap: Any
@@ -38,16 +37,16 @@ class Scores(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How much there is, and how it is shared out."""
+    """Sizes of the batch and of the grid."""
 
     batch: Any
-    packs: Any  # groups of query heads that share a tile
+    packs: Any  # packs of query heads that share a tile
     tokens: Any
-    total: Any  # tickets
+    total: Any  # tile numbers (tickets)
 
 
 class Strides(NamedTuple):
-    """Rows between pages of a cache; strides of the output, and of what is given by sequence."""
+    """Rows between pages of a cache; strides of the output, the page table and the slopes."""
 
     page_rows_k: Any
     page_rows_v: Any
@@ -59,49 +58,49 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is asked for."""
+    """The features of a call."""
 
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
-    HAS_NEW: Any  # keys of the queries' tokens are beside the cache
-    DESCALE_NDIM: Any  # of the scales of an FP8 cache
+    HAS_NEW: Any  # keys of the queries' tokens come in tensors of their own
+    DESCALE_NDIM: Any  # dimensions of the descales of an FP8 cache
 
 
 class Tile(NamedTuple):
     """How a program divides its work; see ``HopperTile``."""
 
     GROUP: Any  # query heads per key head
-    PACK: Any  # those of them that share a tile
+    PACK: Any  # query heads that share a tile
     PAGE: Any
-    PIECE: Any  # keys that are copied at once, of one page
-    NEW_PIECE: Any  # likewise of new keys
-    MIN_TOKENS: Any  # queries of the sequences served here
-    ROWS: Any  # of a warpgroup
+    PIECE: Any  # keys of one page that one copy brings
+    NEW_PIECE: Any  # new keys that one copy brings
+    MIN_TOKENS: Any  # fewest queries of a sequence that this kernel serves
+    ROWS: Any  # rows of a warpgroup
     BLOCK_N: Any
-    HEAD_DIM: Any  # of a tile
-    WIDTH: Any  # and of the tensors
+    HEAD_DIM: Any  # columns of a tile
+    WIDTH: Any  # columns of the tensors
     STAGES_K: Any
     STAGES_V: Any
-    BUFFERS_Q: Any  # tiles of queries, of each warpgroup
-    WARPGROUPS: Any  # that multiply
-    SHARE: Any  # the output leaves through the memory of the queries
-    WARPS: Any  # that bring keys
+    BUFFERS_Q: Any  # buffers for tiles of queries, per warpgroup
+    WARPGROUPS: Any  # MMA warpgroups
+    SHARE: Any  # the output is staged in the queries' shared memory
+    WARPS: Any  # warps that bring keys
     WIDENERS: Any  # warpgroups that widen keys and values; 0: TMA copies them
-    PARTIES: Any  # threads that meet where a stage becomes free: theirs, and those that multiply
+    PARTIES: Any  # threads at the barrier that frees a stage: MMA warpgroups and WARPS
 
 
 # ---- what the entry hands to the warps
 
 
 class Pipeline(NamedTuple):
-    """Shared memory, and the mbarriers that say when a part of it is full or empty."""
+    """Shared memory, and the mbarriers that signal full and empty buffers."""
 
     q_s: Any
     k_s: Any
     v_s: Any
     out_s: Any
-    fields_s: Any  # what the producer announces of a tile
+    fields_s: Any  # the announced tiles of queries
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -111,7 +110,7 @@ class Pipeline(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where rows of tokens and heads lie."""
+    """Pointer and strides of an output ``[tokens, heads, head_dim]``."""
 
     ptr: Any
     stride_token: Any
@@ -119,23 +118,23 @@ class Rows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What consumers read and write beside shared memory."""
+    """What consumers read and write in global memory."""
 
-    out: Any  # where it is fp32
+    out: Any  # for an fp32 output
     lse_ptr: Any
     alibi_slopes_ptr: Any
     sinks_ptr: Any
-    k_descale_ptr: Any  # None but for FP8 caches
+    k_descale_ptr: Any  # None unless the cache is FP8
     v_descale_ptr: Any
     scores: Any
     tokens: Any
     stride_alibi_b: Any
-    heads_k: Any = None  # with scales of sequences
-    scales_s: Any = None  # shared memory for scales of keys and values, tile by tile
+    heads_k: Any = None  # for descales per sequence
+    scales_s: Any = None  # shared memory: scales per token of keys and values, tile by tile
 
 
 class WideArguments(NamedTuple):
-    """Tensor maps, and pointers, of the kernel that widens keys; None for what is not given."""
+    """Tensor maps and pointers of the kernel that widens keys; None if one is not given."""
 
     q_desc: Any
     new_k_desc: Any
@@ -153,12 +152,12 @@ class WideArguments(NamedTuple):
     sinks_ptr: Any
     k_descale_ptr: Any
     v_descale_ptr: Any
-    k_scale_cache_ptr: Any  # of caches of integers
+    k_scale_cache_ptr: Any  # for caches of integers
     v_scale_cache_ptr: Any
 
 
 class WideStrides(NamedTuple):
-    """Rows from one page to the next; strides of slots and heads, and of what sequences have."""
+    """``Strides``, and the strides of slots, heads and scales of a cache."""
 
     page_rows_k: Any
     page_rows_v: Any
@@ -181,14 +180,14 @@ class WideStrides(NamedTuple):
 
 
 class CacheMap(NamedTuple):
-    """The keys, or the values, of a cache."""
+    """The keys or the values of a cache."""
 
     desc: Any
     page_rows: Any  # rows from one page to the next
 
 
 class WideCache(NamedTuple):
-    """The keys, or values, of a cache in 8 or 4 bits."""
+    """The keys or values of a cache in 8 or 4 bits."""
 
     ptr: Any
     page_rows: Any
@@ -197,28 +196,28 @@ class WideCache(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The keys, or values, of one head, in words; strides in words, too."""
+    """The keys or values of one head in words of 32 bits; strides count words."""
 
     ptr: Any
-    page_rows: Any  # slots from a page to the next
+    page_rows: Any  # slots from one page to the next
     stride_slot: Any
 
 
 class Half(NamedTuple):
-    """The keys, or the values: where they come from, and where they go."""
+    """The keys or the values: source, shared memory, barriers."""
 
     cache: Any
     new_desc: Any
     full: Any
     memory: Any
-    scales_s: Any  # with keys of a cache of integers, else None
-    empty: Any  # the first of their named barriers
+    scales_s: Any  # for keys of a cache of integers, else None
+    empty: Any  # first named barrier of the stages
     stages: Any
-    written: Any  # the named barrier of the warpgroup that brings them
+    written: Any  # named barrier of the warpgroup that brings them
 
 
 class TokenScales(NamedTuple):
-    """Scales of single tokens and heads, of keys or of values."""
+    """Scales per token and head, of keys or values."""
 
     ptr: Any
     stride_page: Any
@@ -227,7 +226,7 @@ class TokenScales(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The pages of all sequences."""
+    """The page table."""
 
     ptr: Any
     stride_sequence: Any
@@ -235,7 +234,7 @@ class Table(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Where sequences begin, and how many keys they have."""
+    """Offsets and lengths of the sequences."""
 
     cu_seqlens_q_ptr: Any
     seqlens_k_ptr: Any
@@ -243,7 +242,7 @@ class Sequences(NamedTuple):
 
 
 class Tickets(NamedTuple):
-    """The counter of tickets, how many share a slot, and how many there are."""
+    """The tile counter, tile numbers per slot, and how many there are."""
 
     ptr: Any
     packs: Any
@@ -256,22 +255,22 @@ class Inputs(NamedTuple):
     q_desc: Any
     k: Any
     v: Any
-    new_k_desc: Any  # None where all keys are in the cache
+    new_k_desc: Any  # None: all keys are in the cache
     new_v_desc: Any
     table: Any
     sequences: Any
     tickets: Any
     scores: Any
-    k_scales: Any = None  # of caches of integers
+    k_scales: Any = None  # for caches of integers
     v_scales: Any = None
     scales_s: Any = None
 
 
-# ---- what functions hand on
+# ---- between functions
 
 
 class Announced(NamedTuple):
-    """A tile of queries: its first head, sequence and row; a head of -1 means that none is left."""
+    """A tile of queries as the producer announces it; a head of -1: no tile is left."""
 
     head: Any
     sequence: Any
@@ -282,7 +281,7 @@ class Announced(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tile of queries of a ticket."""
+    """The tile of queries of a ticket; a first row below 0: there is none."""
 
     ticket: Any
     first_row: Any
@@ -293,10 +292,10 @@ class Work(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Tiles of keys from ``low`` up to ``high``; those from ``left`` up to ``right`` are whole.
+    """Tiles of keys from ``low`` up to ``high``; no mask cuts those from ``left`` up to ``right``.
 
-    The first ``context`` keys are in the cache. Tiles from ``new`` on hold new ones, and
-    ``cached`` of the tiles that are walked do not; their keys begin ``shift`` later than else.
+    The first ``context`` keys are in the cache. Tiles from ``new`` on hold new keys; ``cached`` of
+    the visited tiles hold cached keys, which begin ``shift`` keys later than a multiple of BLOCK_N.
     """
 
     low: Any
@@ -310,25 +309,25 @@ class KeyTiles(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What keys are held against, row by row."""
+    """The rows of a warpgroup."""
 
-    buffer: Any  # of the shared memory for queries
-    rows: Any  # counted from the one that faces key 0
+    buffer: Any  # index in the shared memory for queries
+    rows: Any  # positions: the key to which each row is aligned
     slopes: Any  # None without ALiBi
     len_k: Any
 
 
 class Factors(NamedTuple):
-    """What products with the keys and values of a cache are multiplied by."""
+    """The factors of products with cached keys and values."""
 
     scale: Any
-    flips: Any  # whether the scale of the keys is negative; None without one
-    v_descale: Any  # None without one, and where no other values follow
-    scales_s: Any  # of single tokens; None without them
+    flips: Any  # the descale of the keys is negative; None without one
+    v_descale: Any  # None without one, or if no new values follow
+    scales_s: Any  # scales per token, or None
 
 
 class Seen(NamedTuple):
-    """Of a head of keys those that some row of a tile of queries sees: ``[first, last)``."""
+    """The keys of a head that some row of a tile of queries sees: ``[first, last)``."""
 
     head: Any
     first: Any
@@ -336,7 +335,7 @@ class Seen(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What of the keys a producer copies for a tile of queries."""
+    """The keys that a producer copies for a tile of queries."""
 
     tiles: Any
     seen: Any
@@ -345,10 +344,10 @@ class Walk(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values.
+    """The running softmax; ``o`` lacks the product of ``p`` with the last tile of values.
 
-    Both are in ``unit``, where fp16 holds probabilities times scales; ``top`` is the largest of the
-    units that all tiles asked for.
+    With scales per token in fp16, ``o`` and ``p`` are divided by ``unit``, and ``top`` is the
+    largest unit so far: see ``_weighted``.
     """
 
     o: Any

@@ -1,7 +1,7 @@
-"""Which tiles of keys a tile of queries walks, in which order, and which keys they hold.
+"""Which tiles of keys a tile of queries visits, in which order, and which keys they hold.
 
-Keys of the cache and new ones beside it have tiles of their own. Those of the new ones follow the
-last tile of the cache, which may end in a *gap*. Positions count without it.
+No tile holds both cached and new keys. The tiles of new keys follow the last tile of cached keys,
+which may end in a *gap*. Positions do not count the gap.
 """
 
 from ..._linked.hopper.compat import gl, gluon
@@ -11,7 +11,7 @@ from .structures import KeyTiles, Seen
 
 @gluon.jit
 def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the ``KeyTiles`` of a sequence that has new keys beside the cache."""
+    """Return the ``KeyTiles`` of a sequence with new keys."""
     BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
     N: gl.constexpr = TILE.BLOCK_N
     PIECE: gl.constexpr = TILE.PIECE
@@ -19,7 +19,7 @@ def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE
     context = gl.maximum(diagonal, 0)
     new = gl.cdiv(context, N)
     gap = new * N - context
-    # as if the gap held keys; no row's right end is ahead of it
+    # count the gap as keys; the last key that a row sees is always after the gap
     low, left, right, high = key_tiles(
         first_row,
         len_q,
@@ -37,7 +37,7 @@ def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE
         first = gl.maximum(first_row + diagonal - scores.window_left, 0)
         whole = gl.maximum(last_row + diagonal - scores.window_left, 0)
         if TILE.WARPS == 1:
-            # a copy leaves out keys at one end of a piece alone
+            # a copy can leave out keys at one end of a piece only
             is_both = (first < context) & (first // PIECE == (context - 1) // PIECE)
             shift = gl.where(is_both, first % PIECE, 0)
         first += gl.where(first < context, 0, gap)
@@ -53,8 +53,8 @@ def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE
 def tiles_of(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return the ``KeyTiles`` of a tile of queries.
 
-    It takes numbers. A consumer's ``Announced`` and a producer's ``Work`` have the same types in
-    another order, and Triton takes them for one structure where both have as many warps.
+    It takes numbers, not structures: ``Announced`` and ``Work`` have fields of the same types in
+    another order, and Triton confuses them if the callers have the same number of warps.
     """
     if OPTIONS.HAS_NEW:
         tiles = _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS, TILE)
@@ -76,7 +76,7 @@ def tiles_of(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.co
 
 @gluon.jit
 def tile_of(step, tiles, OPTIONS: gl.constexpr):
-    """Return the tile of a step: those of the cache from the last on, then so the new ones.
+    """Return the tile of a step: cached keys from the last tile to the first, then new keys so.
 
     If there are new keys, some row sees one of them.
     """
@@ -88,7 +88,7 @@ def tile_of(step, tiles, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def keys_of(tile, tiles, len_k, OPTIONS: gl.constexpr, N: gl.constexpr):
-    """Return the position of the first key of a tile, and where the keys of its kind end."""
+    """Return the position of a tile's first key, and the end of its (cached or new) keys."""
     first, last = tile * N, len_k
     if OPTIONS.HAS_NEW:
         first += gl.where(tile < tiles.new, tiles.shift, tiles.context - tiles.new * N)
@@ -98,9 +98,9 @@ def keys_of(tile, tiles, len_k, OPTIONS: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def seen_of(head, first, len_k, tiles, OPTIONS: gl.constexpr):
-    """Return which keys of the cache some row of a tile of queries sees, and which new ones.
+    """Return the cached and the new keys that some row of a tile of queries sees.
 
-    ``first`` is the first that a window shows. New keys count from the first new one.
+    ``first`` is the first key inside a window. New keys count from the first new one.
     """
     last = len_k
     if OPTIONS.HAS_NEW:

@@ -1,11 +1,11 @@
-"""Prefill over a cache of 8 or 4 bits on Hopper: keys and values are widened on their way.
+"""Prefill over a cache of 8 or 4 bits on Hopper; keys and values are widened to 16 bits.
 
-The kernel of ``attention.py``, with one or two warpgroups in place of the copying warp. They read
-tiles of keys and values into registers, two parts ahead, widen them to the 16 bits of the queries,
-which hold all numbers of 8, and store them where the products read them. Pages may have any size.
-What an FP8 cache is scaled by goes into the scores, and into the output. A cache of integers has a
-scale for each token: it lies beside the tile, and goes into the columns of the scores and into the
-probabilities.
+The kernel of ``attention.py``, with one or two widening warpgroups in place of the copying warp.
+They read tiles of keys and values into registers, two parts ahead, widen them to the dtype of the
+queries, which holds all numbers of 8 bits exactly, and store them in shared memory. Pages may have
+any size. The descales of an FP8 cache are applied to scores and output. A cache of integers has a
+scale per token: shared memory holds the scales of each tile, which are applied to the columns of
+the scores (keys) and to the probabilities (values).
 """
 
 from ..._linked.hopper.compat import gl, gluon
@@ -29,7 +29,7 @@ from .structures import (
 )
 from .wide_producer import bring_first, bring_values
 
-# integers and pointers are taken as they come; see ``runtime.py``
+# no specialisation on values or alignment: see ``runtime.py``
 NUMBERS = Scores._fields + Counts._fields + WideStrides._fields
 POINTERS = tuple(name for name in WideArguments._fields if name.endswith("_ptr"))
 
@@ -106,8 +106,8 @@ def prefill_wide_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in pages of 8 or 4 bits.
 
-    Those of the queries' tokens may lie beside it, in 16 bits. A persistent program: one warpgroup
-    or two produce, two consume.
+    Keys and values of the queries' tokens may be separate tensors, in 16 bits. A persistent kernel:
+    one or two warpgroups produce, two consume.
     """
     OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_NEW, DESCALE_NDIM)
     TILE: gl.constexpr = Tile(

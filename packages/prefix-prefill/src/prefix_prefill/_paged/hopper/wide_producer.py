@@ -1,7 +1,7 @@
-"""The warpgroups that widen: one brings keys and one values, or one brings both.
+"""The widening warpgroups: one brings keys and one values, or one brings both.
 
-Each reads words of a tile into registers, two parts ahead, and looks pages up one part ahead of
-that. The first also takes the tickets, copies queries, and reads the scales of tokens.
+Each reads words of a tile into registers, two parts ahead, and page numbers one part earlier. The
+first also takes tile numbers from the counter, copies queries, and reads scales per token.
 """
 
 from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
@@ -26,44 +26,45 @@ from .widening import widened
 WRITTEN = gl.constexpr(TURN.value + 2)
 WRITTEN_VALUES = gl.constexpr(15)
 
-# of a part of a tile, which is read at once: 16 words a thread, or 8 of either warpgroup
+# words of a part, read at once: 16 per thread; with two wideners, half as many
 WORDS = gl.constexpr(2048)
 
 
 @gluon.constexpr_function
 def _numbers_of_word(stored):
-    """Return how many numbers a word of 32 bits holds; a byte of uint8 holds two."""
+    """Return how many numbers a word of 32 bits holds; a byte of uint8 holds two int4."""
     return 8 if stored == gl.uint8 else 4
 
 
 @gluon.constexpr_function
 def _count_parts(block_n, words, wideners):
-    """Return in how many parts a tile of ``block_n`` rows of ``words`` words is read."""
+    """Return the number of parts of a tile of ``block_n`` rows of ``words`` words."""
     return max(2, block_n * words * wideners // WORDS)
 
 
 @gluon.constexpr_function
 def _behind(part, parts, sides):
-    """Return where a part begins, in parts; each step brings one tile of every side.
+    """Return the offset of a part from the step's tile, in parts.
 
-    Parts of a step count from 0 on, and behind them come those of the next step.
+    A step brings one tile of each side (keys, values). Its parts count from 0; larger numbers are
+    parts of the next step, whose tile is one tile earlier.
     """
     return part % parts - part // (parts * sides) * parts
 
 
 @gluon.constexpr_function
 def _piece_of(page, rows):
-    """Return how many of a warp's ``rows`` neighbours lie in one page, wherever they begin."""
+    """Return how many of a warp's ``rows`` neighbouring rows always lie in one page."""
     return min(page & -page, rows)
 
 
 @gluon.constexpr_function
 def _layout_of(units, piece, words, numbers):
-    """Return the layout of a part, ``[units, piece, words]``: a warp has neighbouring rows.
+    """Return the layout of a part, ``[units, piece, words]``: a warp holds neighbouring rows.
 
-    A thread has four words. A quarter of a warp, whose stores to shared memory pass at once, covers
-    two or four rows: numbers of one row lie in every second or fourth of the places that a swizzle
-    of 128 bytes mixes.
+    A thread reads four words. A quarter of a warp, whose stores to shared memory go in one pass,
+    covers two or four rows: within the 128-byte swizzle, one row's numbers take only every second
+    or fourth bank.
     """
     rows = units * piece
 
@@ -96,9 +97,9 @@ def _log2(n):
 
 @gluon.jit
 def _page_of(unit, UNITS: gl.constexpr):
-    """Return the page of a unit, of which a page has ``UNITS``, and its place there.
+    """Return the page of a unit and its index in the page; a page has ``UNITS`` units.
 
-    A unit ahead of the first is in no page, but a shift is less work than a division.
+    Units before the first may get any page, so a shift replaces the division where it can.
     """
     SHIFT: gl.constexpr = _log2(UNITS)
     if SHIFT >= 0:
@@ -110,9 +111,9 @@ def _page_of(unit, UNITS: gl.constexpr):
 
 @gluon.jit
 def _look_up(first, seen, entries, stride_page, LAYOUT: gl.constexpr, TILE: gl.constexpr):
-    """Return the page of each unit of a part, ``[units]``; those without a seen key are not read.
+    """Return the page number of each unit of the part that begins at unit ``first``, ``[units]``.
 
-    It begins at the unit ``first``.
+    Units without a visible key read none.
     """
     UNITS: gl.constexpr = LAYOUT.shape[0]
     PIECE: gl.constexpr = LAYOUT.shape[1]
@@ -126,9 +127,9 @@ def _look_up(first, seen, entries, stride_page, LAYOUT: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def _read(first, pages, cache, seen, LAYOUT: gl.constexpr, TILE: gl.constexpr):
-    """Read a part of one head in words, ``[units, piece, words]``.
+    """Read the part of one head that begins at unit ``first``, words ``[units, piece, words]``.
 
-    It begins at the unit ``first``. Keys that are not seen are zeros.
+    Keys that no row sees are zeros.
     """
     UNITS: gl.constexpr = LAYOUT.shape[0]
     PIECE: gl.constexpr = LAYOUT.shape[1]
@@ -146,13 +147,13 @@ def _read(first, pages, cache, seen, LAYOUT: gl.constexpr, TILE: gl.constexpr):
     mask = ((key >= seen.first) & (key < seen.last))[:, :, None]
     if TILE.WIDTH < TILE.HEAD_DIM:
         mask = mask & (cols < TILE.WIDTH * WIDTH // TILE.HEAD_DIM)[None, None, :]
-    # nothing is read twice: what L1 holds of the table stays there
+    # keys are read once, so they bypass L1, which keeps the page table
     return gl.load(at, mask=mask, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _put(words, memory, part: gl.constexpr, STORED: gl.constexpr, TILE: gl.constexpr):
-    """Store a part of a tile in 16 bits."""
+    """Store a part of a tile in shared memory, in 16 bits."""
     COUNT: gl.constexpr = words.shape[0] * words.shape[1]
     tile = widened(gl.reshape(words, [COUNT, words.shape[2]]), STORED, memory.dtype)
     memory = memory.reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
@@ -161,7 +162,7 @@ def _put(words, memory, part: gl.constexpr, STORED: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _words_of(cache, head):
-    """Return the cache of one head, in words."""
+    """Return the cache of one head in words of 32 bits."""
     ptr = cache.ptr + head.to(gl.int64) * cache.stride_head
     ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     return Words(ptr, cache.page_rows, cache.stride_slot // 4)
@@ -180,7 +181,7 @@ def _wait(half, turn, TILE: gl.constexpr):
 def _bring_new(
     work, turn, tiles, seen, halves, SIDES: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Copy new keys or values by TMA, tile by tile; return how many there have been."""
+    """Copy new keys or values by TMA, tile by tile; return the running count of tiles."""
     LEFT: gl.constexpr = OPTIONS.HAS_LEFT
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for step in range(tiles.cached, tiles.high - tiles.low):
@@ -203,9 +204,9 @@ def _bring_new(
 def _bring(
     work, turn, halves, inputs, SIDES: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Bring the keys or values that a tile of queries sees, or both, tile by tile.
+    """Bring the keys or values (or both) that a tile of queries sees, tile by tile.
 
-    Return how many tiles there have been by now.
+    Return the running count of tiles.
     """
     N: gl.constexpr = TILE.BLOCK_N
     STORED: gl.constexpr = halves[0].cache.ptr.dtype.element_ty
@@ -214,12 +215,12 @@ def _bring(
     PARTS: gl.constexpr = _count_parts(N, WIDTH, TILE.WIDENERS)
     COUNT: gl.constexpr = N // PARTS
     PIECE: gl.constexpr = _piece_of(TILE.PAGE, COUNT // 4)
-    UNITS: gl.constexpr = COUNT // PIECE  # of a part
+    UNITS: gl.constexpr = COUNT // PIECE  # units of a part
     LAYOUT: gl.constexpr = _layout_of(UNITS, PIECE, WIDTH, NUMBERS)
     HAS_SCALES: gl.constexpr = halves[0].scales_s is not None
     tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head_k = work.head // TILE.GROUP
-    # ahead of the first tile there is none: its keys are not seen
+    # reads run past the first tile, where no key is visible, so they read nothing
     first = 0
     if OPTIONS.HAS_LEFT:
         first = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.scores.window_left, 0)
@@ -244,7 +245,7 @@ def _bring(
     for step in range(steps):
         unit = (last - step) * (N // PIECE)
         if PIECE < COUNT // 4:
-            # LLVM would keep a pointer to the table for each row of a step
+            # keeps LLVM from holding a pointer into the page table for each row of a step
             unit = opaque(unit)
         for pair in gl.static_range(SIDES * PARTS // 2):
             half = halves[2 * pair // PARTS]
@@ -254,7 +255,7 @@ def _bring(
                 put_scales(k_scale, v_scale, stage, half.scales_s)
                 k_scale, v_scale = read_scales((last - step - 1) * N, inputs, seen, entries, TILE)
             memory = half.memory.index(stage)
-            # while a part is stored, the two behind it are read, and a page is looked up
+            # while a part is stored, the next two are read, and page numbers after them
             reads = unit + _behind(2 * pair + 2, PARTS, SIDES) * UNITS
             finds = unit + _behind(2 * pair + 4, PARTS, SIDES) * UNITS
             cache = caches[(2 * pair + 2) // PARTS % SIDES]
@@ -263,7 +264,7 @@ def _bring(
             pages = _look_up(reads + UNITS, seen, entries, stride_page, LAYOUT, TILE)
             _put(odd, memory, 2 * pair % PARTS + 1, STORED, TILE)
             if (2 * pair + 2) % PARTS == 0:
-                # one thread arrives for all
+                # one thread arrives for the warpgroup
                 hopper.fence_async_shared()
                 barrier_sync(half.written, 128, 4)
                 mbarrier.arrive(half.full.index(stage), count=1)
@@ -277,10 +278,7 @@ def _bring(
 
 @gluon.jit
 def bring_first(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Bring tiles of queries and of keys into shared memory until no ticket is left.
-
-    And values, unless another warpgroup does so.
-    """
+    """Bring queries and keys (with one widener also values) until no ticket is left."""
     SIDES: gl.constexpr = 3 - TILE.WIDENERS
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [4], [0]))  # [FIELDS]
     count = 0  # tiles of queries

@@ -1,14 +1,14 @@
-"""Numbers of 8 or 4 bits as fp16 or bf16, which hold all of them: PTX for the words of a cache.
+"""Conversion of FP8, int8 and int4 in words of 32 bits to fp16 or bf16, exactly, in PTX.
 
-Of a word of 32 bits, bytes come one by one to the low ends of two halves. A byte of int4 holds two
-numbers, the first in its low bits. Integers become the low bits of the fraction of 128 in bf16, of
-1024 in fp16, which is then taken away again, with what makes them unsigned. bf16 has no room for 8
-bits: the sign comes separately.
+``prmt`` places two bytes of a word in the low bytes of two halves. A byte of int4 holds two
+numbers, the first in its low bits. An unsigned integer becomes the low bits of the mantissa of a
+large power of two (128 in bf16, 1024 in fp16), which is then subtracted with the offset that made
+the integer unsigned. bf16 has no room for 8 bits, so the sign is handled separately.
 """
 
 from ..._linked.hopper.compat import gl, gluon
 
-_BYTES = (0x4140, 0x4342)  # 0 and 1, 2 and 3; zeros, or those of the second word, above them
+_BYTES = (0x4140, 0x4342)  # prmt selectors: bytes 0 and 1, 2 and 3; the other operand above them
 
 
 def _of_fp8(stored: str, to_bf16: bool) -> str:
@@ -46,7 +46,7 @@ def _of_int4(to_bf16: bool) -> str:
     lines = [".reg .b32 x, y, one, minus;", "shr.u32 y, $4, 4;"]
     lines += [f"mov.b32 one, {one};", f"mov.b32 minus, {minus};"]
     for place in range(4):
-        # the byte of either word in which a number has the low bits
+        # the byte of $4 or of y in which the number has the low bits
         lines += [
             f"prmt.b32 x, $4, y, {place | (4 + place) << 8:#x};",
             f"lop3.b32 x, x, 0x000f000f, {base}, 0x6a;",
@@ -94,14 +94,14 @@ def _by_eights(words, PTX: gl.constexpr, BF16: gl.constexpr):
 
 @gluon.jit
 def widened(words, STORED: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the numbers of words, ``[keys, 4 * words]`` or of int4 ``[keys, 8 * words]``.
+    """Return the numbers in ``words``, ``[keys, 4 * words]``, or ``[keys, 8 * words]`` of int4.
 
-    ``STORED`` is the dtype of the cache: FP8, int8, or uint8 for two numbers of 4 bits a byte.
+    ``STORED`` is the dtype of the cache: FP8, int8, or uint8 for two int4 per byte.
     """
     BF16: gl.constexpr = gl.bfloat16 == DTYPE
     KEYS: gl.constexpr = words.shape[0]
     WORDS: gl.constexpr = words.shape[1]
-    # each word as many times as it holds numbers, at their places
+    # repeat each word once per number, where the number goes
     pairs = gl.join(words, words)
     fours = gl.join(pairs, pairs)
     if gl.uint8 == STORED:

@@ -1,11 +1,10 @@
 """Attention over a paged cache: one program owns a tile of rows of one head of keys.
 
-A row is one query head of one token, and the rows of a tile share their keys, so that these are
-read once for the whole GQA group. The program walks the keys once, those in the cache and then the
-dense new ones, with the online softmax of FlashAttention-2 (Dao, 2023): running maximum and sum per
-row, in base 2. Each walk has two parts: tiles that every row sees whole, without masks, and tiles
-that a window, the diagonal or the end cuts. Tiles that no row sees are never visited, nor are their
-pages looked up.
+A row is one query head of one token. The rows of a tile share their keys, so keys are read once for
+the whole GQA group. The program visits the cached keys and then the new ones once, with the online
+softmax of FlashAttention-2 (Dao, 2023): running maximum and sum per row, in base 2. It visits whole
+tiles, which need no mask, and then tiles that a window, the diagonal or the end cuts. For tiles
+that no row sees it does not even read page numbers.
 """
 
 import triton
@@ -51,15 +50,15 @@ from .structures import (
 )
 from .walk import attend_to_all, finish_softmax, start_softmax
 
-# integers and pointers are taken as they come: a variant per value or alignment would give a stride
-# its own rounding and a length its own compilation
+# No specialisation on values or alignment: with it, the bits of a result could depend on a stride,
+# and a new length could trigger a compilation.
 NUMBERS = Scores._fields + Counts._fields + Strides._fields
 POINTERS = pointers_of_callers(Pointers._fields)
 
 
 @triton.jit
 def _share_of(split, splits, tiles):
-    """Return the tiles ``[begin, end)`` of a split; they differ in number by one at most."""
+    """Return the tiles ``[begin, end)`` of a split; splits differ by at most one tile."""
     share, rest = tiles // splits, tiles % splits
     begin = split * share + tl.minimum(split, rest)
     return begin, begin + share + tl.where(split < rest, 1, 0)
@@ -67,7 +66,7 @@ def _share_of(split, splits, tiles):
 
 @triton.jit
 def _context_of(place, seqlen_k, k_ptr, OPTIONS: tl.constexpr):
-    """Return how many keys of a sequence are in the cache; those behind them are new."""
+    """Return how many keys of a sequence are in the cache; the keys after them are new."""
     context = seqlen_k
     if k_ptr is not None:
         context = tl.maximum(seqlen_k - place.seqlen_q, 0)
@@ -78,7 +77,7 @@ def _context_of(place, seqlen_k, k_ptr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _scales_of(scale, descale_at, q_descale_ptr, k_descale_ptr):
-    """Return the factor of products with new keys, and that of products with cached ones."""
+    """Return the scale of products with new keys, and of products with cached keys."""
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + descale_at)
     cache_scale = scale
@@ -188,7 +187,8 @@ def paged_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, of a tile of rows or of a split of their keys.
 
-    ``k`` and ``v`` are the keys and values in the pages of a cache, and new ones that lie dense.
+    ``k`` and ``v`` are keys and values in the pages of a cache, followed by new ones in dense
+    tensors.
     """
     TILE: tl.constexpr = Tile(
         HEAD_DIM,
@@ -205,7 +205,7 @@ def paged_kernel(
     K_WORDS: tl.constexpr = Columns(HEAD_DIM // SLICES, BLOCK_D // SLICES)
     V_WORDS: tl.constexpr = Columns(HEAD_DIM_V // SLICES, BLOCK_DV // SLICES)
     Q: tl.constexpr = q_ptr.dtype.element_ty
-    # fp16 holds all numbers of 8 bits, bf16 weights of any size
+    # fp16 holds all numbers of 8 bits; bf16 holds scaled weights of any size
     NARROW: tl.constexpr = tl.float16 if k_scale_cache_ptr is None else tl.bfloat16
     WEIGHTS: tl.constexpr = Q if tl.float32 == Q or tl.float16 == Q else NARROW
     LAYOUT: tl.constexpr = SourceLayout(
@@ -245,12 +245,12 @@ def paged_kernel(
             block = (pid - programs) // heads_k
             fill_padding(block, pid % heads_k, cu_seqlens_q_ptr, batch, results, SCHEDULE, TILE)
             return
-    # heads first: their keys are neighbours in a page
+    # heads vary fastest: their keys are neighbours in a page
     head_k = pid % heads_k
     split = pid // heads_k % splits
     unit = pid // heads_k // splits
     place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
-    # ahead of the branch: beside the loads of ``locate``, not behind them
+    # before the branch, so that this load overlaps with the loads of ``locate``
     is_real = (place.sequence >= 0) & (place.sequence < batch)
     seqlen_k = tl.load(seqlens_k_ptr + place.sequence, mask=is_real, other=0)
     if place.tile < 0:
@@ -276,7 +276,7 @@ def paged_kernel(
         q = as_fp16(q, row_unit)
     positions = positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE)
     slopes = slopes_of(rows, sequence_64, positions_ptr, alibi_slopes_ptr, stride_alibi_b)
-    # where a tree takes the place of the diagonal
+    # first key to which a tree applies, in place of the diagonal
     first_new = seqlen_k - place.seqlen_q
     descale_at = head_k if DESCALE_NDIM > 0 else 0
     if DESCALE_NDIM == 2:
@@ -284,7 +284,7 @@ def paged_kernel(
     scale, cache_scale = _scales_of(scale, descale_at, q_descale_ptr, k_descale_ptr)
     softmax = start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE, SLICES)
 
-    # what this program's split is of the tiles of both sources
+    # this program's split of the tiles of both sources
     scores = Scores(cache_scale, softcap, window_left, window_right)
     tree = tree_of(rows, tree_mask_ptr, scores, OPTIONS)
     branches = branches_of(tree)
@@ -350,7 +350,7 @@ def paged_kernel(
         )
         k_ptr += q_start_64 * stride_ks + head_k_64 * stride_kh
         v_ptr += q_start_64 * stride_vs + head_k_64 * stride_vh
-        # new keys and values lie dense, in no page; made here, as Triton 3.6 returns no None
+        # made here, not in a function, because Triton 3.6 cannot return None
         source = Source(
             Vectors(k_ptr, None, stride_ks, None, None),
             Vectors(v_ptr, None, stride_vs, None, None),

@@ -1,15 +1,15 @@
-"""Tiles of a packed cache for short tiles of queries, read in the order in which they lie.
+"""Tiles of a packed cache for short tiles of queries, read in memory order.
 
-Neighbouring lanes read neighbouring accesses, so that eight lanes, which a GPU serves at once, ask
-for one line of 128 bytes. Read as rows of keys, or of values, they would ask for 32 bytes of each
-of four lines: as many bytes by four times as many requests. Tiles of pointers have two dimensions,
-of which the second is one run, as Triton numbers lanes of more dimensions by its version.
+Neighbouring lanes read neighbouring 16 bytes, so the eight lanes that a GPU serves at once request
+one line of 128 bytes. Reading rows of keys or values, they would request 32 bytes of each of four
+lines: the same bytes in four times as many requests. Tiles of pointers have two dimensions, the
+second of them one run, because the order of lanes in more dimensions depends on Triton's version.
 """
 
 import triton
 import triton.language as tl
 
-# columns of values that lie side by side in a tile: those of 16 bytes each fill two lines
+# neighbouring columns of values: 16 runs of 16 bytes fill two lines
 _SIDE = tl.constexpr(16)
 
 
@@ -17,10 +17,7 @@ _SIDE = tl.constexpr(16)
 def load_keys(
     vectors, rows, inside, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load keys, cut into runs, as ``[BLOCK_D, BLOCK]``; where not ``inside``, give 0.
-
-    Tiles that are not ``MASKED`` are inside as a whole.
-    """
+    """Load keys as ``[BLOCK_D, BLOCK]``; with ``MASKED``, those not ``inside`` are 0."""
     RUN: tl.constexpr = LAYOUT.RUN
     RUNS: tl.constexpr = COLUMNS.BLOCK_D // RUN
     BLOCK: tl.constexpr = rows.shape[0]
@@ -43,9 +40,9 @@ def load_keys(
 
 @triton.jit
 def load_values(vectors, rows, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load values, whose slots follow each other, as ``[BLOCK, BLOCK_D]``; all are inside.
+    """Load values as ``[BLOCK, BLOCK_D]`` without a mask on slots.
 
-    ``rows`` are those of the first slots of runs.
+    ``rows`` are the offsets of the first slot of each run of slots.
     """
     RUN: tl.constexpr = LAYOUT.SLOT_RUN
     RUNS: tl.constexpr = rows.shape[0]

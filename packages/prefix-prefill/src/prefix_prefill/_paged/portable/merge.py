@@ -1,4 +1,4 @@
-"""Merging partial results over disjoint keys: of the splits of a row, or of two whole calls."""
+"""Kernels that merge results over disjoint keys: of the splits of a row, or of two calls."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ from .structures import Packed, Results
 
 @triton.jit
 def _store_rows(out, lse, token, head, inside, cols, results, TILE: tl.constexpr):
-    """Write rows of the output, in its dtype, and their log-sum-exps."""
+    """Store rows of the output in its dtype, and their log-sum-exps."""
     target = results.out
     out_rows = token * target.stride_token + head * target.stride_head
     out = scaled_out(out, results.out_scale_ptr, TILE.OUT_MAX)
@@ -76,8 +76,8 @@ def split_merge_kernel(
     place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
     row = place.tile * BLOCK_M + in_tile
     if OVERLAP:
-        # Until all splits have written what they come to. What is read above was there before they
-        # began: the kernel that computes them waits for all that lies before it.
+        # Wait until all splits are stored. The offsets that are read above existed before the
+        # kernel of the splits began, because it waits for everything before it.
         tl.extra.cuda.gdc_wait()
     if place.tile < 0 or place.tile * BLOCK_M + pid % parts * ROWS >= place.seqlen_q * GROUP:
         return
@@ -98,7 +98,7 @@ def split_merge_kernel(
             other=0.0,
         )  # [CHUNK, ROWS, BLOCK_D]
         m_new = tl.maximum(m_i, tl.max(lse2, 0))
-        # splits without a key have nothing to say, and leave the pivot finite
+        # splits without keys add nothing; the pivot stays finite
         pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         weights = tl.exp2(lse2 - pivot[None, :])  # [CHUNK, ROWS]
         alpha = tl.exp2(m_i - pivot)
@@ -135,9 +135,9 @@ def state_merge_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` as of all keys.
+    """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` over all keys.
 
-    A program merges some rows. What a side holds that saw no key is not read.
+    A program merges some rows. The output of a fully masked row is not read.
     """
     TILE: tl.constexpr = StateMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -148,7 +148,7 @@ def state_merge_kernel(
     at = head * tokens + token
     lse_a = tl.load(lse_a_ptr + at, mask=inside, other=NEG_INF)
     lse_b = tl.load(lse_b_ptr + at, mask=inside, other=NEG_INF)
-    # +inf is how some kernels mark a row without keys
+    # some kernels mark fully masked rows with +inf
     lse_a = tl.where(lse_a == float("inf"), NEG_INF, lse_a)
     lse_b = tl.where(lse_b == float("inf"), NEG_INF, lse_b)
     m = tl.maximum(lse_a, lse_b)

@@ -1,15 +1,15 @@
-"""Arguments of the portable kernels, by names: what the host passes.
+"""Arguments of the portable kernels, as the host passes them.
 
-Fields in upper case are constants of a compilation, the others are known when a kernel runs; no
-structure has both. The host passes the fields one by one, in this order; an entry puts them
-together again, by who reads them (``structures.py``).
+Fields in upper case are compile-time constants, all others are run-time values; no structure has
+both. The host passes the fields one by one, in this order. An entry regroups them into the
+structures of ``structures.py``.
 """
 
 from typing import Any, NamedTuple
 
 
 def pointers_of_callers(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some pointers that may begin anywhere; partial results are the package's."""
+    """Return the pointers to tensors of the caller, whose alignment is unknown."""
     return tuple(name for name in fields if not name.startswith("part_"))
 
 
@@ -17,12 +17,12 @@ def pointers_of_callers(fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Pointers(NamedTuple):
-    """The tensors of a call, in the order of its ``Tensors``; None for those that are not given."""
+    """The tensors of a call, in the order of ``Tensors``; None if one is not given."""
 
     q_ptr: Any
     k_cache_ptr: Any
     v_cache_ptr: Any
-    k_ptr: Any  # new keys and values, beside the cache
+    k_ptr: Any  # new keys and values
     v_ptr: Any
     block_table_ptr: Any
     cu_seqlens_q_ptr: Any
@@ -32,7 +32,7 @@ class Pointers(NamedTuple):
     q_descale_ptr: Any
     k_descale_ptr: Any
     v_descale_ptr: Any
-    k_scale_cache_ptr: Any  # a scale for each slot and head of keys
+    k_scale_cache_ptr: Any  # a scale per slot and head
     v_scale_cache_ptr: Any
     out_scale_ptr: Any
     positions_ptr: Any
@@ -44,7 +44,7 @@ class Pointers(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns products into scores, and which of them count."""
+    """The scale, softcap and window of the scores."""
 
     scale: Any
     softcap: Any
@@ -53,19 +53,19 @@ class Scores(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How much there is, and how it is shared out."""
+    """Sizes of the batch and of the grid."""
 
     batch: Any
     heads_k: Any
     tokens: Any
-    units: Any  # tiles of rows that a sequence may have; see ``locate``
+    units: Any  # tiles of rows that the sequences may have; see ``locate``
     splits: Any
 
 
 class Strides(NamedTuple):
     """Strides: s of a token or slot, h of a head, p of a page, x of a run, d of a number.
 
-    Those of a cache are in words, if it is read in words; all others are in numbers.
+    Strides of a cache that is read in words count words; all others count numbers.
     """
 
     stride_qs: Any
@@ -88,7 +88,7 @@ class Strides(NamedTuple):
     stride_table_b: Any
     stride_table_p: Any
     stride_alibi_b: Any
-    stride_skp: Any  # of the scales of slots, as of what they scale
+    stride_skp: Any  # of the scales per slot, named as for keys and values
     stride_sks: Any
     stride_skh: Any
     stride_svp: Any
@@ -97,18 +97,18 @@ class Strides(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """How the vectors of a cache lie."""
+    """Memory layout of the vectors (keys and values) of a cache."""
 
-    PAGE: Any  # slots of a page; 0: keys that lie dense, in no page
-    K_RUN: Any  # numbers of a key that follow each other
-    K_UNIT: Any  # without gaps
+    PAGE: Any  # slots of a page; 0: dense keys without pages
+    K_RUN: Any  # numbers of a key in one run
+    K_UNIT: Any  # runs have no gaps
     K_BYTES: Any  # alignment of every run
     V_UNIT: Any
     V_BYTES: Any
 
 
 class Layout(NamedTuple):
-    """How the vectors of a source of keys and values lie: of a cache, or of what is new."""
+    """Memory layout of a source of keys and values: of a cache, or of new ones."""
 
     PAGE: Any
     K_RUN: Any
@@ -116,66 +116,66 @@ class Layout(NamedTuple):
     K_BYTES: Any
     V_UNIT: Any
     V_BYTES: Any
-    V_COLUMN_RUN: Any  # neighbouring slots follow each other, so many of them; 0: columns do
+    V_COLUMN_RUN: Any  # neighbouring slots that are contiguous; 0: columns are
     V_AS_K: Any  # values have the strides of keys
-    IN_ORDER: Any  # read in the order in which a packed cache lies; see ``in_order.py``
-    SLICES: Any  # numbers of a word; 1: numbers are read one by one
+    IN_ORDER: Any  # a packed cache is read in memory order: see ``in_order.py``
+    SLICES: Any  # numbers per word; 1: no words
     WORD_BITS: Any  # 16; 0: words are elements of the cache
 
 
 class RowLayout(NamedTuple):
-    """How rows of queries, outputs and new keys and values lie."""
+    """Memory layout of the rows of queries, outputs and new keys and values."""
 
     NEW_V_AS_K: Any  # new values have the strides of new keys
     ROW_BYTES: Any  # alignment of the rows of q, k and v
-    OUT_BYTES: Any  # alignment of the rows of out, as far as stores are to be that wide
-    PART_BYTES: Any  # and of those of partial results
+    OUT_BYTES: Any  # width of stores to out: the alignment of its rows, or one number
+    PART_BYTES: Any  # width of stores to partial results
 
 
 class Options(NamedTuple):
-    """What is asked for."""
+    """The features of a call."""
 
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
     SIGNED_ALIBI: Any
-    FOLD: Any  # plain scores with a positive scale
+    FOLD: Any  # scores need only a positive scale, which is folded into exp2
     DESCALE_NDIM: Any
-    SHIFT: Any  # binary exponent added to p, so that fp8 holds it well
+    SHIFT: Any  # binary exponent added to p, so that fp8 keeps more of its small values
     OUT_MAX: Any  # largest finite value of an fp8 output, 0 for other outputs
-    DECODE_FROM_CACHE: Any  # the key of a single query is in the cache, not dense
+    DECODE_FROM_CACHE: Any  # the key of a sequence's only query is in the cache
 
 
 class Schedule(NamedTuple):
-    """Which rows of which sequences a launch serves, in tiles of how many."""
+    """Which sequences a launch serves, and the rows of its tiles."""
 
     GROUP: Any  # query heads per key head
-    MIN_TOKENS: Any  # queries of the sequences served here
+    MIN_TOKENS: Any  # fewest and most queries of a sequence served here
     MAX_TOKENS: Any
     TILES: Any  # tiles per sequence; 0: any number
     BLOCK_M: Any
 
 
 class Tile(NamedTuple):
-    """What a step works on, and how."""
+    """Sizes of a step, and how it computes."""
 
     HEAD_DIM: Any
     HEAD_DIM_V: Any  # of values and outputs
     BLOCK_N: Any
     BLOCK_D: Any
     BLOCK_DV: Any
-    FILL_TOKENS: Any  # tokens that a program behind all clears of padding; 0: none
+    FILL_TOKENS: Any  # padding tokens zeroed per extra program at the end of the grid; 0: none
     PRECISION: Any
     UPCAST: Any  # the interpreter multiplies in fp32
     PTX: Any  # inline PTX may be used
-    OVERLAP: Any  # programs of the kernel behind are set up while this one still runs
+    OVERLAP: Any  # programs of the next kernel start while this one runs (PDL)
 
 
 # ---- kernels that merge
 
 
 class SplitMergePointers(NamedTuple):
-    """Partial results of splits, and where the merged ones go."""
+    """Partial results of splits, and the merged result."""
 
     part_out_ptr: Any
     part_lse_ptr: Any
@@ -192,24 +192,24 @@ class SplitMergeNumbers(NamedTuple):
     heads_k: Any
     tokens: Any
     splits: Any
-    rows: Any  # rows of a tile that can hold any
+    rows: Any  # rows of a tile that can hold queries
     stride_os: Any
     stride_oh: Any
 
 
 class SplitMergeTile(NamedTuple):
-    """What a program merges."""
+    """Sizes of what a program merges."""
 
     HEAD_DIM: Any
     OUT_MAX: Any  # as in ``Options``
     BLOCK_D: Any
     ROWS: Any  # rows of one program
     CHUNK: Any  # splits that are read at once
-    OVERLAP: Any  # programs are set up while the kernel before still runs
+    OVERLAP: Any  # programs start while the previous kernel runs (PDL)
 
 
 class StateMergePointers(NamedTuple):
-    """Two results over disjoint keys, and where the merged one goes."""
+    """Two results over disjoint keys, and the merged result."""
 
     out_a_ptr: Any
     lse_a_ptr: Any
@@ -230,7 +230,7 @@ class StateMergeNumbers(NamedTuple):
 
 
 class StateMergeTile(NamedTuple):
-    """What a program merges."""
+    """Sizes of what a program merges."""
 
     HEAD_DIM: Any
     OUT_MAX: Any
@@ -242,7 +242,7 @@ class StateMergeTile(NamedTuple):
 
 
 class WritePointers(NamedTuple):
-    """New keys and values, and where they go."""
+    """New keys and values, the cache and the slots, in the order of ``WriteTensors``."""
 
     k_ptr: Any
     v_ptr: Any
@@ -289,7 +289,7 @@ class WriteStrides(NamedTuple):
 
 
 class WriteTile(NamedTuple):
-    """What a program writes, and how."""
+    """Sizes of what a program writes, and how it rounds."""
 
     HEADS: Any
     HEAD_DIM: Any
@@ -297,18 +297,18 @@ class WriteTile(NamedTuple):
     ROW_BYTES: Any  # alignment of the rows of k and v
     SCALE_PER_HEAD: Any
     FP8_MAX: Any  # largest finite value of an fp8 cache, 0 for other caches
-    INT_MAX: Any  # largest code of a cache with a scale in each slot, 0 for other caches
+    INT_MAX: Any  # largest code of a cache with a scale per token, 0 for other caches
     BLOCK_T: Any
     BLOCK_D: Any
     BLOCK_DV: Any
-    OVERLAP: Any  # programs are set up while the kernel before still runs
+    OVERLAP: Any  # programs start while the previous kernel runs (PDL)
 
 
 # ---- kernels for a cache of rows or pages that a call appends to
 
 
 class AppendPointers(NamedTuple):
-    """What is appended, and to what, in the order of ``AppendTensors``."""
+    """The tensors of an append, in the order of ``AppendTensors``."""
 
     q_ptr: Any
     k_ptr: Any
@@ -326,19 +326,19 @@ class AppendPointers(NamedTuple):
 
 
 class AppendCounts(NamedTuple):
-    """How much there is, and how much room."""
+    """Sizes of the batch and of the cache."""
 
     batch: Any
     seqlen_new: Any
     seqlen_q: Any
     page: Any  # slots of a page, or of a row
-    room: Any  # slots that a sequence has
+    room: Any  # slots of a sequence
     pages: Any  # pages, or rows, of the cache
     seqlen_ro: Any
 
 
 class AppendStrides(NamedTuple):
-    """Strides, named as in ``Strides``; t of a position in the tables of rotations."""
+    """Strides, named as in ``Strides``; t of a position in the tables of cosines and sines."""
 
     stride_qs: Any
     stride_qh: Any
@@ -369,7 +369,7 @@ class AppendStrides(NamedTuple):
 
 
 class AppendTile(NamedTuple):
-    """What a program writes, and how."""
+    """Sizes of what a program writes, and how it rotates and rounds."""
 
     HEADS_Q: Any
     HEADS_K: Any
@@ -377,20 +377,20 @@ class AppendTile(NamedTuple):
     HEAD_DIM_V: Any
     ROTARY_DIM: Any  # 0: nothing is rotated
     INTERLEAVED: Any
-    MOVING: Any  # queries stand one behind the other
+    MOVING: Any  # query i is at position i after the first new one
     ROW_BYTES: Any  # alignment of the rows of q, k and v
-    K_UNIT: Any  # keys in the cache have no gaps
+    K_UNIT: Any  # the numbers of a cached key have no gaps
     K_BYTES: Any  # alignment of every key
     V_UNIT: Any
     V_BYTES: Any
-    INT_MAX: Any  # the largest code of a quantised cache; 0: none
+    INT_MAX: Any  # largest code of a quantised cache, 0 for other caches
     BLOCK_T: Any
     BLOCK_D: Any
     BLOCK_DV: Any
 
 
 class PagePointers(NamedTuple):
-    """Lengths and rows of a cache, and what of the attention kernel's arguments they come to."""
+    """Lengths and rows of a cache, and the attention kernel's arguments that they become."""
 
     cache_seqlens_ptr: Any
     cache_batch_idx_ptr: Any
@@ -401,16 +401,16 @@ class PagePointers(NamedTuple):
 
 
 class PageCounts(NamedTuple):
-    """How much there is."""
+    """Sizes of rows as pages; a page begins at every slot, so page numbers count slots."""
 
     seqlen_q: Any
-    new: Any  # keys behind those that ``cache_seqlens`` counts
-    row_pages: Any  # pages, which begin at every slot, from one row to the next
-    step: Any  # and from one page of a sequence to the next
-    pages: Any  # of a sequence
+    new: Any  # keys after those that ``cache_seqlens`` counts
+    row_pages: Any  # page numbers from one row to the next
+    step: Any  # page numbers from one page of a sequence to the next
+    pages: Any  # pages of a sequence
 
 
 class PageTile(NamedTuple):
-    """What a program writes at once."""
+    """Size of what a program writes at once."""
 
     BLOCK: Any  # entries

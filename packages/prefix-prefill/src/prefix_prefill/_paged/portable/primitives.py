@@ -1,4 +1,4 @@
-"""Pieces of the attention kernel: loads through a page table, logits, masks, ranges of keys.
+"""Functions of the attention kernel: loads through a page table, logits, masks, ranges of keys.
 
 Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
 exponential is ``exp2``.
@@ -13,7 +13,7 @@ from .structures import KeyRange, Walk
 
 @triton.jit
 def _lanes_of(BLOCK: tl.constexpr, EACH: tl.constexpr):
-    """Return the keys of a tile at which its runs of ``EACH`` keys begin, ``[BLOCK // EACH]``."""
+    """Return the first key of each run of ``EACH`` keys of a tile, ``[BLOCK // EACH]``."""
     return tl.arange(0, BLOCK // EACH) * EACH
 
 
@@ -21,10 +21,9 @@ def _lanes_of(BLOCK: tl.constexpr, EACH: tl.constexpr):
 def look_up(
     table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr = 1
 ):
-    """Return the pages of a tile's keys, one for all if no tile crosses pages of this size.
+    """Return the page number of every run of ``EACH`` keys, or one if no tile crosses pages.
 
-    Entries are read where ``is_wanted``: of every run of ``EACH`` keys, or of the tile if it has
-    one page.
+    Only entries with ``is_wanted`` are read.
     """
     lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     if PAGE == 0:
@@ -32,7 +31,7 @@ def look_up(
     elif PAGE % BLOCK == 0:  # every tile has one page
         pages = tl.load(table.base + (begin // PAGE).to(tl.int64) * table.stride, mask=is_wanted)
     else:
-        if BLOCK % PAGE == 0:  # what depends on the lane is the same in every step
+        if BLOCK % PAGE == 0:  # the term with `lane` is the same in every step
             entries = table.base + (begin // PAGE).to(tl.int64) * table.stride
             entries += (lane // PAGE).to(tl.int64) * table.stride
         else:
@@ -52,23 +51,22 @@ def is_looked_up(
     MASKED: tl.constexpr,
     EACH: tl.constexpr = 1,
 ):
-    """Say which entries a step reads: none that holds only keys outside of the walk."""
+    """Return which entries of the page table a step reads: those with keys of the walk."""
     lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     if PAGE > 0 and PAGE % BLOCK == 0:
-        wanted = step < steps  # every tile has one page, and keys inside
+        wanted = step < steps  # every tile has one page, and keys of the walk
     elif MASKED:
         wanted = (begin + lane >= walk.first) & (begin + lane < walk.last)
     else:
-        wanted = lane < (steps - step) * BLOCK  # all, or behind the last step none
+        wanted = lane < (steps - step) * BLOCK  # all, but none after the last step
     return wanted
 
 
 @triton.jit
 def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr = 1):
-    """Return where a tile's keys begin, relative to their head: in their pages, or dense (PAGE 0).
+    """Return the offset of every run of ``EACH`` keys in its head, in pages or dense (PAGE 0).
 
-    Of ``EACH`` keys, where the first begins. As much of it as can be is the same in every step, or
-    for the whole tile.
+    The sums are ordered so that most terms are the same in every step or for the whole tile.
     """
     lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     stride_page, stride_slot = vectors.stride_page, vectors.stride_slot
@@ -87,13 +85,13 @@ def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH
 
 @triton.jit
 def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return where rows x cols of vectors lie.
+    """Return pointers to rows x cols of vectors.
 
-    Every run begins on a multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to
-    both.
+    The launcher guarantees that every run begins on a multiple of ``BYTES``, and that it has no
+    gaps if ``UNIT``.
     """
     RUN: tl.constexpr = LAYOUT.RUN
-    # columns first: their part of an address is the same in every step
+    # columns first: their term is the same in every step
     place = (cols % RUN if RUN < COLUMNS.HEAD_DIM else cols).to(tl.int64)  # [BLOCK_D]
     if not LAYOUT.UNIT:
         place *= vectors.stride_number
@@ -107,9 +105,9 @@ def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _pointers_along_slots(vectors, rows, cols, LAYOUT: tl.constexpr):
-    """Return the same where neighbouring rows lie next to each other, in runs of ``SLOT_RUN``."""
+    """Return pointers to rows x cols of vectors; ``SLOT_RUN`` neighbouring rows are contiguous."""
     RUN: tl.constexpr = LAYOUT.SLOT_RUN
-    # a run is within a page, and begins on a multiple of BYTES: the launcher sees to it
+    # the launcher guarantees that a run is within a page and begins on a multiple of BYTES
     rows = tl.max_contiguous(rows, [RUN])
     # [BLOCK, BLOCK_D]
     pointers = vectors.base + rows[:, None] + cols.to(tl.int64)[None, :] * vectors.stride_number
@@ -120,10 +118,7 @@ def _pointers_along_slots(vectors, rows, cols, LAYOUT: tl.constexpr):
 def load_rows(
     vectors, rows, inside, cols, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load rows x cols of vectors; where not ``inside``, give 0.
-
-    Tiles that are not ``MASKED`` are inside as a whole.
-    """
+    """Load rows x cols of vectors; with ``MASKED``, rows that are not ``inside`` are 0."""
     if LAYOUT.SLOT_RUN > 0:
         pointers = _pointers_along_slots(vectors, rows, cols, LAYOUT)
     else:
@@ -135,15 +130,15 @@ def load_rows(
     elif COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
         tile = tl.load(pointers, mask=(cols < COLUMNS.HEAD_DIM)[None, :], other=0.0)
     else:
-        tile = tl.load(pointers)  # whole tile inside: no mask needed
+        tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
 def matched(x, other):
-    """Widen ``x`` to the dtype in which it is multiplied with ``other``; nothing is rounded."""
+    """Widen ``x`` to the dtype in which it is multiplied by ``other``; nothing is rounded."""
     if x.dtype.primitive_bitwidth == 8 and x.dtype != other.dtype:
-        if other.dtype.primitive_bitwidth == 8:  # the two formats of 8 bits
+        if other.dtype.primitive_bitwidth == 8:  # two different FP8 formats
             x = x.to(tl.bfloat16)
         else:
             x = x.to(other.dtype)
@@ -167,7 +162,7 @@ def logits_of(products, queries, keys, scores, OPTIONS: tl.constexpr):
 
 @triton.jit
 def is_visible(queries, keys, last, scores, OPTIONS: tl.constexpr):
-    """Return which keys each row sees; its window hangs on its position."""
+    """Return which keys each row sees, ``[BLOCK_M, BLOCK_N]``."""
     position = queries.position
     visible = (keys < last)[None, :] & (position == position)[:, None]  # [BLOCK_M, BLOCK_N]
     if OPTIONS.HAS_RIGHT:
@@ -177,7 +172,7 @@ def is_visible(queries, keys, last, scores, OPTIONS: tl.constexpr):
     if queries.tree is not None:
         new = keys - queries.first_new  # [BLOCK_N]
         low, high = queries.tree.to(tl.int32), (queries.tree >> 32).to(tl.int32)  # [BLOCK_M]
-        # [BLOCK_M, BLOCK_N]; words of 64 bits would take twice the registers
+        # [BLOCK_M, BLOCK_N]; int64 would take twice the registers
         word = tl.where((new < 32)[None, :], low[:, None], high[:, None])
         bit = word >> (tl.maximum(new, 0) & 31)[None, :] & 1
         visible &= (new < 0)[None, :] | (bit != 0)
@@ -186,7 +181,7 @@ def is_visible(queries, keys, last, scores, OPTIONS: tl.constexpr):
 
 @triton.jit
 def is_on_branch(queries, keys):
-    """Return which keys some row of a tree sees, but for where the keys begin and end."""
+    """Return which keys some row of a tree sees, without the bounds of the walk, ``[BLOCK_N]``."""
     new = keys - queries.first_new  # [BLOCK_N]
     bits = queries.branches >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
     return (new < 0) | ((bits & 1) != 0)
@@ -194,7 +189,7 @@ def is_on_branch(queries, keys):
 
 @triton.jit
 def key_range(first_position, last_position, seqlen_k, scores, OPTIONS: tl.constexpr):
-    """Return the ``KeyRange`` that rows at positions from the first to the last see."""
+    """Return the ``KeyRange`` of rows at positions from the first to the last."""
     first = 0
     last = seqlen_k
     full_first = 0
@@ -211,25 +206,21 @@ def key_range(first_position, last_position, seqlen_k, scores, OPTIONS: tl.const
 
 @triton.jit
 def masked_from(seen, first):
-    """Return a ``KeyRange`` in which no key from ``first`` on is one that all rows see."""
+    """Return the ``KeyRange`` in which all keys from ``first`` on need a mask."""
     full_last = tl.minimum(seen.full_last, tl.maximum(first, 0))
     return KeyRange(seen.first, seen.last, seen.full_first, full_last)
 
 
 @triton.jit
 def cut_range(seen, begin, end, BLOCK_N: tl.constexpr):
-    """Cut a ``KeyRange`` to the tiles from ``begin`` to ``end``: return them as a ``Walk``.
-
-    Tiles from ``start`` up to ``full_start`` and from ``full_end`` to ``last`` need a mask, those
-    between do not. ``step_start`` walks them.
-    """
+    """Cut a ``KeyRange`` to the tiles ``[begin, end)``; return them as a ``Walk``."""
     first = tl.maximum(seen.first, begin * BLOCK_N)
     last = tl.maximum(tl.minimum(seen.last, end * BLOCK_N), first)
     start = first // BLOCK_N * BLOCK_N
     full_end = tl.minimum(seen.full_last, last) // BLOCK_N * BLOCK_N
     full_start = tl.cdiv(tl.minimum(tl.maximum(seen.full_first, first), last), BLOCK_N) * BLOCK_N
     full_end = tl.maximum(full_end, full_start)
-    if first >= last:  # nothing, wherever in a tile that is
+    if first >= last:  # no tiles, even if `first` is inside a tile
         start = tl.cdiv(last, BLOCK_N) * BLOCK_N
         full_start = start
         full_end = start

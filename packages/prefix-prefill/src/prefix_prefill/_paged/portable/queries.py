@@ -1,4 +1,4 @@
-"""The rows of a tile of queries: which they are, where they stand, what they hold."""
+"""The rows of a tile of queries: tokens and heads, positions, numbers, slopes, trees."""
 
 import triton
 import triton.language as tl
@@ -68,10 +68,10 @@ def _largest(slices):
 
 @triton.jit
 def unit_of(slices):
-    """Return a power of two for each row of bf16, by which it is divided to be fp16.
+    """Return the power of two by which each row of bf16 is divided before it is cast to fp16.
 
-    The largest of a row comes to 2**14 or more. What is then too small for fp16, fp32 loses in sums
-    with the largest.
+    The largest number of a row becomes 2**14 or more. Numbers that are then too small for fp16
+    would be lost anyway in fp32 sums with the largest.
     """
     exponent = _largest(slices).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)
@@ -80,7 +80,7 @@ def unit_of(slices):
 
 @triton.jit
 def as_fp16(slices, unit):
-    """Return the slices in fp16, of bf16 divided by its unit."""
+    """Return the slices in fp16; bf16 is divided by ``unit`` first."""
     if unit is not None:
         inverse = (1.0 / unit)[:, None]
         if len(slices) == 2:
@@ -110,7 +110,7 @@ def as_fp16(slices, unit):
 
 @triton.jit
 def positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE: tl.constexpr):
-    """Return the ``Positions`` of a tile's rows: given ones, or the last ones of the keys."""
+    """Return the ``Positions`` of a tile's rows: given, or aligned to the last keys."""
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
     GROUP: tl.constexpr = SCHEDULE.GROUP
     if positions_ptr is not None:
@@ -130,7 +130,7 @@ def positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE: tl.constexpr):
 def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
     """Return the ALiBi slope of each row, or None.
 
-    They are given by head, by sequence and head, or, with positions, by token and head.
+    Slopes are per head, per sequence and head, or, with positions, per token and head.
     """
     if alibi_slopes_ptr is not None:
         if positions_ptr is not None:
@@ -146,11 +146,11 @@ def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
 
 @triton.jit
 def tree_of(rows, tree_mask_ptr, scores, OPTIONS: tl.constexpr):
-    """Return which new tokens each row sees, a bit for each, or None."""
+    """Return the bits of the new tokens that each row sees, or None."""
     if tree_mask_ptr is not None:
         tree = tl.load(tree_mask_ptr + rows.token_64, mask=rows.is_inside, other=0)  # [BLOCK_M]
         if OPTIONS.HAS_LEFT:
-            # bits of tokens ahead of a row's window
+            # clear the bits of tokens before the row's window
             ahead = tl.maximum(rows.token - scores.window_left, 0)
             within = tl.full([], -1, tl.int64) << tl.minimum(ahead, 63).to(tl.int64)
             tree = tl.where(ahead < 64, tree & within, 0)
@@ -161,7 +161,7 @@ def tree_of(rows, tree_mask_ptr, scores, OPTIONS: tl.constexpr):
 
 @triton.jit
 def branches_of(tree):
-    """Return which new tokens some row sees, or None."""
+    """Return the bits of the new tokens that some row sees, or None."""
     if tree is not None:
         bit = tl.arange(0, 64).to(tl.int64)  # [64]
         # [BLOCK_M, 64]

@@ -1,4 +1,4 @@
-"""Writing results: outputs and log-sum-exps of whole rows, parts of splits, padding."""
+"""Stores: outputs and log-sum-exps, partial results of splits, padding."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ..._linked.portable.primitives import LN2, NEG_INF
 
 @triton.jit
 def scaled_out(out, out_scale_ptr, OUT_MAX: tl.constexpr):
-    """Return outputs as they are stored, but for their dtype: FP8 is scaled and saturated."""
+    """Divide outputs by their scale and saturate FP8; the caller casts them."""
     if out_scale_ptr is not None:
         out /= tl.load(out_scale_ptr)
     if OUT_MAX > 0:
@@ -18,7 +18,7 @@ def scaled_out(out, out_scale_ptr, OUT_MAX: tl.constexpr):
 
 @triton.jit
 def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
-    """Return where rows are written, each of which begins on a multiple of ``BYTES``."""
+    """Return pointers to rows, each of which begins on a multiple of ``BYTES``."""
     return tl.multiple_of(base + rows[:, None], [BYTES, BYTES]) + cols[None, :]
 
 
@@ -26,7 +26,7 @@ def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
 def store_part(
     out, lse2, rows, at, part_out_ptr, part_lse_ptr, BYTES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Write what a split comes to, in fp32, from row ``at`` on, for ``split_merge_kernel``."""
+    """Store the result of a split in fp32 from row ``at`` on, for ``split_merge_kernel``."""
     cols = rows.cols_v
     at += tl.arange(0, out.shape[0])  # [BLOCK_M]
     tl.store(part_lse_ptr + at, lse2, mask=rows.is_inside)
@@ -39,7 +39,7 @@ def store_part(
 def store_out(
     out, lse2, rows, results, BYTES: tl.constexpr, OUT_MAX: tl.constexpr, TILE: tl.constexpr
 ):
-    """Write rows of the output, in its dtype, and their log-sum-exps."""
+    """Store rows of the output in its dtype, and their log-sum-exps."""
     cols = rows.cols_v
     out = scaled_out(out, results.out_scale_ptr, OUT_MAX)
     if results.lse_ptr is not None:
@@ -57,7 +57,7 @@ def store_out(
 def fill_padding(
     block, head_k, cu_seqlens_q_ptr, batch, results, SCHEDULE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Write 0 and -inf to those of a block of tokens that belong to no sequence."""
+    """Write out 0 and lse -inf for the tokens of a block that belong to no sequence."""
     GROUP: tl.constexpr = SCHEDULE.GROUP
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
     TOKENS: tl.constexpr = TILE.FILL_TOKENS

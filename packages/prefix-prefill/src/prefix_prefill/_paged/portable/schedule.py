@@ -1,4 +1,4 @@
-"""Which rows of which sequence and head a program owns: found on the device, without a host loop.
+"""Which rows of which sequence a program owns; computed on the device from the offsets.
 
 A row is one query head of one token; the ``GROUP`` heads that share a head of keys are neighbours.
 """
@@ -8,17 +8,17 @@ import triton.language as tl
 
 from .structures import Place
 
-# sequences looked at per step when a program searches its own in cu_seqlens
+# entries of cu_seqlens that a program searches per step
 SEARCH_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def find_sequence(cu_seqlens_ptr, slot, batch, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` are padding ahead and behind.
+    """Return the sequence that owns a slot; -1 is padding before the first, ``batch`` after all.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] * GROUP // BLOCK + b + 1`` on. They are at
-    least as many as its tiles, and the grid's bound, ``tokens * GROUP // BLOCK + batch + 2``, needs
-    no device data.
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] * GROUP // BLOCK + b + 1`` on, at least as
+    many as it has tiles. The size of the grid, ``tokens * GROUP // BLOCK + batch + 2``, needs no
+    device data.
     """
     owned = tl.zeros([], tl.int32)
     for first in range(0, batch + 1, SEARCH_CHUNK):
@@ -31,11 +31,10 @@ def find_sequence(cu_seqlens_ptr, slot, batch, GROUP: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def locate(unit, cu_seqlens_ptr, batch, SCHEDULE: tl.constexpr):
-    """Return the ``Place`` of a unit; its tile is -1 where the unit has none.
+    """Return the ``Place`` of a unit; its tile is -1 if the unit has none.
 
-    ``TILES`` is how many tiles every sequence has at most; 0, for sequences of any length, lets
-    units be slots that sequences own by their length. Only sequences with ``MIN_TOKENS`` to
-    ``MAX_TOKENS`` queries have any; units behind those of the last sequence have none.
+    With ``TILES`` > 0 every sequence has this many units. With 0 units are slots: see
+    ``find_sequence``. Only sequences with ``MIN_TOKENS`` to ``MAX_TOKENS`` queries have tiles.
     """
     GROUP: tl.constexpr = SCHEDULE.GROUP
     BLOCK: tl.constexpr = SCHEDULE.BLOCK_M

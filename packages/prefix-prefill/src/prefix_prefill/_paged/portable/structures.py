@@ -1,4 +1,4 @@
-"""What functions of the portable kernels hand on, by names; see ``parameters.py``.
+"""Structures that the functions of the portable kernels pass on; see ``parameters.py``.
 
 No field is called ``values`` or ``type``: Triton's own tuples have attributes of these names.
 """
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """A tile of queries: of which sequence, and the how manyth; -1 where there is none."""
+    """A tile of queries: its sequence and its index in the sequence; -1: there is none."""
 
     sequence: Any
     tile: Any
@@ -24,10 +24,10 @@ class Packed(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which query head of which token each row of a tile is; the columns of queries and outputs."""
+    """The token and query head of each row of a tile; the columns of queries and outputs."""
 
-    token: Any  # of the sequence
-    token_64: Any  # of all
+    token: Any  # index in the sequence
+    token_64: Any  # index in the batch
     head: Any
     is_inside: Any
     cols: Any
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Where in its sequence the token of each row stands, and the first and last of a tile."""
+    """The position of each row (the key to which it is aligned), and a tile's first and last."""
 
     position: Any
     first: Any
@@ -43,21 +43,21 @@ class Positions(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What keys are held against, row by row."""
+    """The rows of a tile of queries."""
 
-    q: Any  # a tuple of slices, as many as words of the source have numbers
-    unit: Any  # what the rows of q are to be multiplied with, to be queries; None: they are
+    q: Any  # a tuple of slices, one for each number of a word of the source
+    unit: Any  # factor by which the rows of q were divided, or None: see ``unit_of``
     position: Any  # counts from the first key of the source
     slopes: Any  # None without ALiBi
     tree: Any  # bits of the new tokens that a row sees; None without a tree
-    branches: Any  # those that some row sees
+    branches: Any  # bits of the new tokens that some row sees
     first_new: Any  # the key of the first new token
 
 
 class Vectors(NamedTuple):
-    """Where keys, or values, lie: a vector in each slot, cut into runs of numbers.
+    """Pointer and strides of keys or values: a vector in each slot, cut into runs of numbers.
 
-    Strides that the vectors' layout makes no use of are None.
+    Strides that the layout does not need are None.
     """
 
     base: Any
@@ -68,56 +68,56 @@ class Vectors(NamedTuple):
 
 
 class VectorLayout(NamedTuple):
-    """How keys, or values, lie; see ``CacheLayout``."""
+    """Memory layout of keys or values; see ``CacheLayout``."""
 
     RUN: Any  # numbers of a run
     UNIT: Any  # runs have no gaps
     BYTES: Any  # alignment of every run
-    SLOT_RUN: Any  # neighbouring slots follow each other, so many of them; 0: numbers do
+    SLOT_RUN: Any  # neighbouring slots that are contiguous; 0: numbers are
 
 
 class Columns(NamedTuple):
-    """The columns of a vector: as many as there are, and as a tile has."""
+    """The columns of a vector, and of a tile."""
 
     HEAD_DIM: Any
     BLOCK_D: Any
 
 
 class Table(NamedTuple):
-    """The pages of a sequence."""
+    """A row of the page table."""
 
     base: Any
     stride: Any
 
 
 class Source(NamedTuple):
-    """Where the keys and values of one head of a sequence lie."""
+    """The keys and values of one head of a sequence."""
 
     k: Any
     v: Any
-    k_scales: Any  # None without a scale for each key
+    k_scales: Any  # None without a scale per token
     v_scales: Any
-    table: Any  # None for keys that lie dense
+    table: Any  # None for dense keys
 
 
 class SourceLayout(NamedTuple):
-    """How the keys and values of a source lie."""
+    """Memory layout of a source."""
 
     PAGE: Any  # slots of a page; 0: dense
     K: Any
     V: Any
     V_AS_K: Any  # values have the strides of keys
-    IN_ORDER: Any  # read in the order in which a packed cache lies; then no words
-    K_WORDS: Any  # the columns of a key, counted in words
-    V_WORDS: Any  # and those of a value
-    SLICES: Any  # numbers of a word; 1: numbers are read one by one
-    STORED: Any  # dtype of the numbers of words
-    WEIGHTS: Any  # dtype of weights, which multiply values
-    SCALED: Any  # each key has a scale
+    IN_ORDER: Any  # a packed cache is read in memory order; then no words
+    K_WORDS: Any  # columns of a key, counted in words
+    V_WORDS: Any  # columns of a value, counted in words
+    SLICES: Any  # numbers per word; 1: no words
+    STORED: Any  # dtype of the numbers in words
+    WEIGHTS: Any  # dtype in which probabilities multiply values
+    SCALED: Any  # scales per token
 
 
 class KeyRange(NamedTuple):
-    """Keys ``[first, last)`` that some row sees, and those that all rows see, which may be none."""
+    """Keys ``[first, last)`` that some row sees; all rows see ``[full_first, full_last)``."""
 
     first: Any
     last: Any
@@ -126,7 +126,10 @@ class KeyRange(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Tiles of keys in order: those up to ``full_start`` and from ``full_end`` need a mask."""
+    """Keys ``[first, last)``, visited in tiles from ``start``, a multiple of BLOCK_N.
+
+    Tiles before ``full_start`` and from ``full_end`` on need a mask, tiles between do not.
+    """
 
     first: Any
     last: Any
@@ -138,13 +141,13 @@ class Walk(NamedTuple):
 class Softmax(NamedTuple):
     """The running softmax of FlashAttention-2: sums of values and of weights, and the maximum."""
 
-    acc: Any  # a tuple of slices, as many as words of the source have numbers
+    acc: Any  # a tuple of slices, one for each number of a word of the source
     l_i: Any
     m_i: Any
 
 
 class Results(NamedTuple):
-    """Where outputs go, and their log-sum-exps."""
+    """The output, its scale, and the log-sum-exps."""
 
     out: Any
     lse_ptr: Any
@@ -153,18 +156,18 @@ class Results(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Of new tokens the keys, or the values, and the cache that they go into."""
+    """New keys or values, and the cache into which they are written."""
 
     new: Any
     cache: Any
     stride_head: Any  # of the cache
     scale_ptr: Any
-    scales: Any  # of the slots of the cache; None without
+    scales: Any  # scales per token of the cache, or None
     stride_head_scales: Any
 
 
 class Slots(NamedTuple):
-    """Where the tokens go."""
+    """The slots of the tokens."""
 
     slot_mapping_ptr: Any
     stride_slot: Any
@@ -173,7 +176,7 @@ class Slots(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Tables of cosines and sines by position, as far as they reach."""
+    """Tables of cosines and sines for ``seqlen`` positions."""
 
     cos_ptr: Any
     sin_ptr: Any
@@ -185,7 +188,7 @@ class Rope(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The pages, or the row, of each sequence, and how many slots it has there."""
+    """The pages or the row of each sequence, and how many slots it has."""
 
     table_ptr: Any
     stride_sequence: Any
@@ -197,9 +200,9 @@ class Room(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block of new tokens: of which sequences, at which positions."""
+    """A block of new tokens: their sequences and positions."""
 
-    token: Any  # of all
+    token: Any  # index in the batch
     sequence: Any
     position: Any
     exists: Any

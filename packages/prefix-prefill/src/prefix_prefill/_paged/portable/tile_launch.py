@@ -1,4 +1,4 @@
-"""The launches of one tile: all keys of a sequence by one program, or split and merged."""
+"""Launcher of one tile of the portable kernel, with or without splits."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .parameters import (
     Tile,
 )
 
-# tokens that one program clears of padding
+# padding tokens that one program zeroes
 FILL_TOKENS = 64
-# numbers of a short tile's splits, and rows of a long one, that are merged at once
+# sizes of a merge step: numbers for a short tile, rows for a long one
 MERGE_NUMBERS = 8192
 MERGE_ROWS = 8
 
 
 class TilePlan:
-    """The launches of one tile, for sequences of ``least`` to ``most`` queries."""
+    """Launcher of one tile, for sequences of ``least`` to ``most`` queries."""
 
     def __init__(
         self,
@@ -49,7 +49,17 @@ class TilePlan:
         most: int,
         has_any: bool | None,
     ) -> None:
-        """``has_any``: whether sequences of few queries are served; None for those of many."""
+        """Prepare calls like ``x``.
+
+        Args:
+            x: tensors of the first call.
+            options: of all calls.
+            tile: size of the tile.
+            least: fewest queries of a sequence.
+            most: most queries of a sequence.
+            has_any: a bool makes a short tile; False, one that only fills padding. None makes a
+                long tile.
+        """
         self.tile, self.num_splits, self.least = tile, options.num_splits, least
         self.is_short = has_any is not None
         self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
@@ -59,12 +69,12 @@ class TilePlan:
         tiles = cdiv(max(1, most) * self.group, tile.block_m) if self.is_short else 0
         self.units = self.batch * tiles if has_any else 0
         self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
-        # of a short tile, the group's rows of few tokens alone can be there
+        # rows of a tile that can hold queries
         self.rows = min(tile.block_m, most * self.group)
         self.words = words_of(x)
         cache = CacheForm(x.k_cache, x.v_cache, tile.block_n, in_words=self.words != "")
         self._scores = scores = scores_of(options)
-        # keys that the rows of a tile see under a window with two ends
+        # most keys that the rows of a tile see under a window with two ends
         self._most_seen = None
         if scores.window_left >= 0 and scores.window_right >= 0:
             self._most_seen = scores.window_left + scores.window_right + tile.block_m
@@ -111,20 +121,20 @@ class TilePlan:
         self._merge = Launch(split_merge_kernel, constants)
 
     def _is_in_order(self, x: Tensors, cache: CacheForm) -> bool:
-        """Say whether tiles are read as they lie: those of a packed cache, for a short tile."""
+        """Return whether a short tile reads a packed cache in memory order: see in_order.py."""
         run = cache.layout.K_RUN
         lies = is_packed(x.k_cache) and cache.layout.K_UNIT and cache.v_column_run > 0
         is_asked = self.is_short and detect(x.q.device).vendor != "amd"
         return is_asked and lies and run & (run - 1) == 0 and x.q.element_size() <= 2
 
     def count_units(self, tokens: int) -> int:
-        """Return how many tiles of rows sequences may have, by their number and that of tokens."""
+        """Return how many tiles of rows this many tokens may need."""
         if self.is_short:
             return self.units
         return tokens * self.group // self.tile.block_m + self.batch + 2
 
     def count_splits(self, units: int, tokens: int, max_seqlen_k: int) -> int:
-        """Return into how many parts one call's sequences are cut."""
+        """Return the number of splits of a call."""
         if self.num_splits:
             return self.num_splits
         block_m = self.tile.block_m
@@ -142,7 +152,7 @@ class TilePlan:
         )
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
-        """Launch for one call."""
+        """Launch one call."""
         heads_k = self.heads_k
         units = self.count_units(tokens)
         splits = self.count_splits(units, tokens, max_seqlen_k)
@@ -168,19 +178,19 @@ class TilePlan:
 
 
 def scores_of(options: Options) -> Scores:
-    """Return the numbers of a call's scores."""
-    # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
+    """Return the kernel's ``Scores``."""
+    # windows beyond any length are equal; clamped, int32 sums in the kernels do not overflow
     left, right = min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW)
     return Scores(options.softmax_scale, options.softcap, left, right)
 
 
 def stride_of_slopes(x: Tensors) -> int:
-    """Return how far the slopes of a row are from those of the next; 0 if all have the same."""
+    """Return the stride of ALiBi slopes per sequence or token; 0 if slopes are per head only."""
     return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
 
 
 def strides_of_scales(x: Tensors) -> tuple[int, ...]:
-    """Return the strides of the scales of keys and of values, where each token has them."""
+    """Return the strides of the scales per token of keys and values; zeros without them."""
     if x.k_scale_cache is None or x.v_scale_cache is None:
         return 0, 0, 0, 0, 0, 0
     return x.k_scale_cache.stride() + x.v_scale_cache.stride()
@@ -210,9 +220,8 @@ def _layout_of(cache: CacheForm, in_order: bool) -> Layout:
 
 
 def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
-    # Numbers written one by one have an address each, for which long tiles have no registers: a
-    # thread would hold the rows of all. Short tiles have none for the exchange that wider stores
-    # take.
+    # Narrow stores need an address per number, for which long tiles have no registers. Wide stores
+    # exchange numbers between threads first, for which short tiles have no registers.
     wide = not is_short and detect(x.q.device).vendor == "nvidia"
     return RowLayout(
         NEW_V_AS_K=strides.stride_ks == strides.stride_vs,
@@ -223,10 +232,10 @@ def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
 
 
 def _options_of(x: Tensors, options: Options) -> parameters.Options:
-    # nothing between the products and the softmax but the scale
+    # only a scale between products and softmax
     has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
     no_factor = x.q_descale is x.k_descale is None
-    # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
+    # FP8 probabilities: the largest power of two is 2**8 in e4m3fn, 2**7 in e4m3fnuz
     is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
     return parameters.Options(
         HAS_LEFT=options.window_left >= 0,
@@ -245,7 +254,7 @@ _processors: dict[torch.device, int] = {}
 
 
 def count_processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has, or would have."""
+    """Return how many SMs a GPU has; without a GPU, a typical number."""
     if device.type != "cuda":
         return processors(detect(device))
     if device not in _processors:

@@ -1,4 +1,4 @@
-"""The walk over the keys of a source: the online softmax of FlashAttention-2 (Dao, 2023)."""
+"""The loop over the keys of a source: the online softmax of FlashAttention-2 (Dao, 2023)."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ from .primitives import (
 )
 from .structures import Softmax
 
-# fp16 holds this, and it is far from the numbers that fp16 holds badly
+# largest weight in fp16: it fits, and is far from denormals
 _LARGEST_WEIGHT = tl.constexpr(32768.0)
 
 
@@ -32,11 +32,11 @@ def start_softmax(
     TILE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Return the ``Softmax`` of a tile that has seen no key, but its sinks."""
+    """Return the ``Softmax`` of a tile before its first key; it holds the sinks."""
     m_i = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([SCHEDULE.BLOCK_M], tl.float32)
     if sinks_ptr is not None:
-        # a sink is a first key without a value; one of the splits alone counts it
+        # a sink acts as a first key without a value; only the first split counts it
         sink = tl.load(sinks_ptr + rows.head, mask=rows.is_inside, other=NEG_INF)
         sink = sink.to(tl.float32) * LOG2E
         m_i = tl.where(split == 0, sink, NEG_INF)
@@ -53,8 +53,8 @@ def start_softmax(
 
 @triton.jit
 def finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
-    """Return the output of each row, and its log-sum-exp in base 2; there is one slice."""
-    # rows that saw no key: output 0, lse -inf
+    """Return the output of each row, and its log-sum-exp in base 2, of a joined softmax."""
+    # fully masked rows: output 0, lse -inf
     l_i = softmax.l_i
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = softmax.acc[0] * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_DV]
@@ -65,7 +65,7 @@ def finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
 def _next_tile(
     step, steps, walk, table, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return where the tile of a step begins, and the pages of its keys and of its values."""
+    """Return the first key of a step's tile, and the page numbers for its keys and values."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     PAGE: tl.constexpr = LAYOUT.PAGE
     begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK_N, MASKED)
@@ -81,7 +81,7 @@ def _next_tile(
 
 @triton.jit
 def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the scales of a tile's keys and of its values, if any tile is ``left``."""
+    """Return the scales of a tile's keys and values; zeros if no tile is ``left``."""
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     wanted = (begin + lane >= walk.first) & (begin + lane < walk.last)
     wanted &= lane < left * BLOCK_N
@@ -115,9 +115,9 @@ def _accumulate_scaled(acc, alpha, p, v, unit, TILE: tl.constexpr):
 
 @triton.jit
 def _add_values(acc, alpha, p, v, scale, TILE: tl.constexpr):
-    """Return ``acc * alpha + (p * scale) @ v`` of slices; ``scale`` is one a key, or None."""
+    """Return ``acc * alpha + (p * scale) @ v`` of slices; ``scale`` is per key, or None."""
     if scale is not None and v[0].dtype == tl.float16:
-        # of weights that are large or small by their scales alone, fp16 would lose some
+        # normalised by the largest scale, because weights could overflow or vanish in fp16
         unit = tl.max(scale, 0)
         unit = tl.where(unit > 0, unit, 1.0) / _LARGEST_WEIGHT
         p *= (scale / unit)[None, :]
@@ -165,7 +165,7 @@ def _attend(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold keys of one source into the running softmax of a tile: masked tiles, or whole ones."""
+    """Fold keys of one source into the running softmax: either masked tiles or whole tiles."""
     PAGE: tl.constexpr = LAYOUT.PAGE
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     SLICES: tl.constexpr = LAYOUT.SLICES
@@ -177,7 +177,7 @@ def _attend(
     cols_v = tl.arange(0, V_WORDS.BLOCK_D)  # [BLOCK_DV // SLICES]
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, BLOCK_N, MASKED)
-    # pages are looked up a step ahead: else their loads would take a stage of the pipeline
+    # page numbers are read one step ahead; otherwise their loads take a pipeline stage
     next_begin, next_pages, next_pages_v = _next_tile(
         0, steps, walk, source.table, LAYOUT, TILE, MASKED
     )
@@ -196,7 +196,7 @@ def _attend(
         keys = begin + lane  # [BLOCK_N]
         inside = (keys >= walk.first) & (keys < walk.last)
         if MASKED and queries.tree is not None:
-            # branches that no row is on lie between keys that are seen, and may hold NaN
+            # keys of branches that no row sees lie between visible keys and may be NaN
             inside &= is_on_branch(queries, keys)
         k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
         # s: [BLOCK_M, BLOCK_N], k: [BLOCK_N, BLOCK_D // SLICES]
@@ -214,7 +214,7 @@ def _attend(
         if LAYOUT.SCALED:
             s *= scales[0][None, :]
         if OPTIONS.FOLD and not MASKED:
-            # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+            # the scale goes into the multiply-add of exp2; it is positive, so max commutes with it
             factor = scores.scale * LOG2E
             if queries.unit is not None:
                 factor *= queries.unit  # [BLOCK_M]
@@ -228,7 +228,7 @@ def _attend(
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:
-            # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+            # a row without keys so far needs a finite pivot: -inf - -inf is NaN
             pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         else:
             pivot = m_new
@@ -267,7 +267,7 @@ def attend_to_all(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Fold keys of one source into the running softmax: whole tiles, then those to be masked."""
+    """Fold keys of one source into the running softmax: whole tiles, then masked tiles."""
     for masked in tl.static_range(2):
         softmax = _attend(
             softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE, masked == 1
