@@ -1,7 +1,7 @@
-"""``python -m prefix_prefill [check]``: versions, tiles, and a check of the kernels here.
+"""``python -m prefix_prefill [check]``: versions, tiles, and a check of this machine's kernels.
 
-On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
-Triton decides at its import whether to interpret.
+Without a GPU the kernels run in Triton's interpreter, in a child process, because Triton decides at
+its import whether to interpret.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._paged.reference import paged_attention_reference
 from ._paged.tiles import HOPPER, long_tile, short_tile, short_tokens
 
 PAGE = 7
-# (queries, keys): a chunk, decoding, verifying of drafts, a whole prompt
+# (queries, keys): a chunk, decoding, verification of drafts, a whole prompt
 LENGTHS = ((19, 40), (1, 33), (3, 21), (5, 5))
 
 
@@ -45,7 +45,7 @@ def describe(platform: Platform) -> None:
 
 
 def _kernels_of(platform: Platform) -> str:
-    """Say which kernels run here."""
+    """Return a sentence about the kernels that run on a platform."""
     if not (platform.is_hopper and HOPPER and has_gluon()):
         return "every feature runs on the portable Triton kernels"
     return (
@@ -56,7 +56,7 @@ def _kernels_of(platform: Platform) -> str:
 
 
 class _Problem:
-    """A cache with pages in no order, and what the functions take beside it."""
+    """A cache with pages in random order, and the other arguments of the functions."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Problem:
             self.scales = {"kv_dtype": kv_dtype}
             for name in ("k_scale_cache", "v_scale_cache"):
                 self.scales[name] = torch.zeros(shape, dtype=torch.float16, device=device)
-        # through the kernel that writes, into every slot
+        # write every slot with the kernel
         slots = torch.randperm(len(pages) * page, generator=self.generator).to(device)
         new = [self.draw(len(slots), heads_k, n).to(dtype) for n in widths.values()]
         reshape_and_cache(new[0], new[1], self.k_cache, self.v_cache, slots, **self.scales)
@@ -135,7 +135,7 @@ def check(device: torch.device) -> bool:
             }
             for name, options in cases.items():
                 good &= _compare(name, p, options)
-    # what TMA reads
+    # caches that TMA can read
     p = _Problem(device, torch.bfloat16, False, page=16, head_dim=64)
     good &= _compare("NHD cache, pages of 16 slots", p, {"sinks": p.draw(4)})
     good &= _compare("NHD cache, pages of 16 slots, new keys", p, p.new)

@@ -16,7 +16,6 @@ from ._paged import options as paged_options
 from ._paged.call import Checked, Tensors, WritePlan, WriteTensors
 
 _known: Memory[Checked] = Memory()
-# how writes are launched past the operator
 _writes: Memory[WritePlan] = Memory()
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -56,8 +55,8 @@ def paged_attn_func(
 ) -> Result:
     """Softmax attention of packed queries over keys and values in the pages of a cache.
 
-    Key j of sequence b lies in page ``block_table[b, j // block_size]``, slot ``j % block_size``
-    (PagedAttention: Kwon et al. 2023). For query i of a sequence, at the position
+    Key j of sequence b is in page ``block_table[b, j // block_size]``, slot ``j % block_size``
+    (PagedAttention: Kwon et al. 2023). For query i of a sequence, at position
     ``i' = i + seqlen_k - seqlen_q``, the score of key j is::
 
         s = softmax_scale * q_i . k_j
@@ -65,34 +64,35 @@ def paged_attn_func(
         s = s - alibi_slope * |i' - j|                     if given
         s = -inf                                           where i does not see j
 
-    and the output is ``sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))``. Sequences with one
-    query (decoding), with a few, and with many (prefill) may share a call.
+    and the output is ``sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))``. A call may mix
+    sequences with one query (decoding), with a few, and with many (prefill).
 
     Args:
         q: queries, ``[tokens, heads_q, head_dim]``; fp16, bf16, fp32 or FP8 (e4m3). Sequence b is
-            the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``; rows of no sequence are
-            padding, whose output is 0 and lse -inf. ``head_dim`` is a multiple of 8 up to 512.
-            Strides are free.
+            the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``; rows outside every sequence are
+            padding, with output 0 and lse -inf. ``head_dim`` is a multiple of 8 up to 512. Any
+            strides.
         k_cache: keys, ``[num_blocks, block_size, heads_k, head_dim]``, or packed,
             ``[num_blocks, heads_k, head_dim // x, block_size, x]``; dtype of ``q``, FP8 (e4m3 or
             e5m2), or uint8, which is read as e4m3. ``heads_q`` is a multiple of ``heads_k``: query
-            head h reads KV head ``h // (heads_q // heads_k)``. ``block_size`` is any from 1 up, and
-            strides are free.
+            head h reads KV head ``h // (heads_q // heads_k)``. Any ``block_size``, any strides.
         v_cache: values, in the same layout, ``[num_blocks, block_size, heads_k, head_dim_v]``, or
             packed, ``[num_blocks, heads_k, head_dim_v, block_size]``; dtype of ``k_cache``.
-            ``head_dim_v`` is a multiple of 8 up to 512, that of ``q`` or another.
+            ``head_dim_v`` is a multiple of 8 up to 512; it may differ from ``head_dim``.
         block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Entries
-            behind a sequence's last page, and those of pages before its window, are not read. On a
-            GPU its values are the caller's duty: :func:`validate_paged` checks them.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``; int64 is converted.
-        seqlens_k: how many keys each sequence has, those of the new tokens included, int32
-            ``[batch]``; int64 is converted.
-        max_seqlen_q: the most queries of a sequence; an upper bound is as good.
-        max_seqlen_k: the most keys of a sequence, by which the work is split; an upper bound.
-        k: keys of the tokens of ``q``, ``[tokens, heads_k, head_dim]``, dtype of ``q`` (any but FP8
-            for FP8 ``q``). The cache then holds only the keys before them. Default: None, all keys
+            after a sequence's last page, and of pages before its window, are not read. On a GPU its
+            values are the caller's duty: :func:`validate_paged` checks them.
+        cu_seqlens_q: offsets of the sequences, int32 ``[batch + 1]``; int64 is converted.
+        seqlens_k: number of keys of each sequence, new tokens included, int32 ``[batch]``; int64 is
+            converted.
+        max_seqlen_q: the most queries of a sequence; an upper bound will do.
+        max_seqlen_k: the most keys of a sequence, from which ``num_splits`` is chosen; an upper
+            bound will do.
+        k: keys of the tokens of ``q``, ``[tokens, heads_k, head_dim]``, dtype of ``q`` (fp16, bf16
+            or fp32 for FP8 ``q``). The cache then holds only earlier keys. Default: None, all keys
             are in the cache.
-        v: values of the tokens of ``q``, ``[tokens, heads_k, head_dim_v]``, likewise.
+        v: values of the tokens of ``q``, ``[tokens, heads_k, head_dim_v]``, dtype of ``k``; given
+            if ``k`` is. Default: None.
         softmax_scale: factor of the scores, any number that is finite in fp32.
             Default: ``head_dim ** -0.5``.
         causal: hide key j from query i unless ``j <= i'``. Default: True.
@@ -101,50 +101,52 @@ def paged_attn_func(
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``. Default: None.
-        sinks: one more logit per head in the denominator, not scaled, without a value (Xiao et al.
+        sinks: an extra logit per head in the denominator, not scaled, without a value (Xiao et al.
             2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Default: None.
         q_descale: factor of FP8 ``q``: fp32, one element, ``[heads_k]`` or ``[batch, heads_k]``.
             Default: None (1.0).
-        k_descale: factor of the keys in an FP8 cache, likewise; not of ``k``.
-        v_descale: factor of the values in an FP8 cache, likewise; not of ``v``.
-        out: where the output goes, ``[tokens, heads_q, head_dim_v]``, fp16, bf16, fp32, or FP8
-            with ``out_scale``. Default: None, allocated in the dtype of ``q``, in bf16 for FP8
-            ``q``, in FP8 with ``out_scale``.
+        k_descale: factor of the keys in an FP8 cache, not of ``k``; shaped like ``q_descale``.
+            Default: None (1.0).
+        v_descale: factor of the values in an FP8 cache, not of ``v``; shaped like ``q_descale``.
+            Default: None (1.0).
+        out: output tensor, ``[tokens, heads_q, head_dim_v]``, fp16, bf16, fp32, or FP8 with
+            ``out_scale``. Default: None, a new tensor in the dtype of ``q``, in bf16 for FP8 ``q``,
+            in FP8 with ``out_scale``.
         out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
             largest number of the dtype. Default: None.
-        num_splits: into how many parts to cut the keys of each sequence, which are computed side by
-            side and merged. 1 makes a sequence's result bit for bit the same whatever shares its
-            batch; so does any other number but 0. Default: 0, by load.
+        num_splits: number of parts into which the keys of each sequence are cut; parts are computed
+            in parallel and merged. With any number but 0, the bits of a sequence's result do not
+            depend on the other sequences of the batch. Default: 0, by load.
         return_lse: return ``(out, lse)``. Default: False.
-        tree_mask: int64 ``[tokens]``, where sequences have 64 queries at most, as of a drafted
-            tree: bit j of a token says that it sees the j-th new token of its sequence. It takes
-            the place of ``causal`` among the new tokens; all see the keys before them. Windows
-            count positions, not depths. Not beside ``alibi_slopes``. Default: None.
-        kv_dtype: what a cache of integers holds: "int8", stored as int8; or "int4", stored as
-            uint8, ``[num_blocks, block_size, heads_k, head_dim // 2]``, with element 2 i of
-            ``head_dim`` in the low bits of byte i, in two's complement. In the first layout alone.
-            Default: None, the dtype of ``k_cache`` says it.
-        k_scale_cache: the factor of each cached key, ``[num_blocks, block_size, heads_k]``; fp16,
-            bf16 or fp32, strides are free. Given where ``kv_dtype`` is, in place of ``k_descale``.
-        v_scale_cache: likewise of each value, dtype of ``k_scale_cache``.
-        invariant: make the output and the lse of a token depend on its query and on the keys of its
-            sequence that it sees alone, bit for bit: not on the tokens beside it, on how a prompt
-            is cut into calls, on pages, on the batch or on the load. They equal those of
-            flash-attn-triton's ``invariant=True`` on the same keys, those of an FP8 cache times
-            their scale and rounded to the dtype of ``q``. Default: False.
+        tree_mask: int64 ``[tokens]``, for a drafted tree of at most 64 queries per sequence: bit j
+            of an entry lets its token see the j-th new token of its sequence. It replaces the
+            causal mask among the new tokens; all of them see the earlier keys. Windows count
+            positions, not depths. Excludes ``alibi_slopes``. Default: None.
+        kv_dtype: numbers of an integer cache: "int8", stored as int8; or "int4", stored as uint8,
+            ``[num_blocks, block_size, heads_k, head_dim // 2]``, with element 2 i of ``head_dim``
+            in the low bits of byte i, in two's complement. Not with packed caches. Default: None,
+            the dtype of ``k_cache`` tells.
+        k_scale_cache: the scale of each cached key, ``[num_blocks, block_size, heads_k]``; fp16,
+            bf16 or fp32, any strides. Required with ``kv_dtype``, instead of ``k_descale``.
+        v_scale_cache: the scale of each cached value, shape and dtype of ``k_scale_cache``.
+        invariant: the bits of a token's output and lse depend only on its query and the keys that
+            it sees: not on other tokens, on how a prompt is cut into calls, on pages, on the batch
+            or on the load. They equal those of flash-attn-triton's ``invariant=True`` on the same
+            keys; keys of an FP8 cache are multiplied by their scale and rounded to the dtype of
+            ``q`` first. Default: False.
 
     Returns:
         ``out``, ``[tokens, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the natural
-        logarithm of the whole denominator, fp32 ``[heads_q, tokens]``. A query that sees no key has
-        output 0 and lse -inf, or the sink.
+        logarithm of the whole denominator, fp32 ``[heads_q, tokens]``. A fully masked row has
+        output 0 and lse -inf, or with sinks its head's sink.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
-            gradient; beside ``invariant``, on FP8 queries and outputs, ``kv_dtype``,
-            ``alibi_slopes``, ``tree_mask``, ``num_splits`` other than 0, and head dimensions over
-            256.
+        NotImplementedError: on FP8 if the hardware lacks it; on an input that requires a gradient;
+            with ``invariant`` on FP8 queries and outputs, ``kv_dtype``, ``alibi_slopes``,
+            ``tree_mask``, ``num_splits`` other than 0, head dimensions over 256, and ``k`` and
+            ``v`` with an FP8 cache.
     """
     if unknown:
         paged_checks.refuse_unknown(unknown)
@@ -183,7 +185,7 @@ def paged_attn_func(
         paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
         if tree_mask is not None:
             paged_checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
-            # what takes the place of the diagonal is no window
+            # the tree replaces the causal mask
             options = options._replace(window_right=-1)
         if invariant:
             rounds_new = k is not None and k_cache.dtype != k.dtype
@@ -197,7 +199,7 @@ def paged_attn_func(
         shape = *q.shape[:2], known.head_dim_v
         out = torch.empty(shape, dtype=known.out_dtype, device=q.device)
     elif out is None:
-        # quicker than by its shape
+        # faster than torch.empty
         out = torch.empty_like(q, dtype=known.out_dtype, memory_format=torch.contiguous_format)
     lse = None
     if return_lse:
@@ -230,30 +232,29 @@ def reshape_and_cache(
     Token t goes to page ``slot_mapping[t] // block_size``, slot ``slot_mapping[t] % block_size``.
 
     Args:
-        k: keys, ``[tokens, heads_k, head_dim]``; fp16, bf16 or fp32. Tokens beyond those of
-            ``slot_mapping`` are padding.
+        k: keys, ``[tokens, heads_k, head_dim]``; fp16, bf16 or fp32. There may be more tokens than
+            in ``slot_mapping``: the rest is padding.
         v: values, ``[tokens, heads_k, head_dim_v]``, dtype of ``k``.
-        k_cache: where keys go, in either layout of :func:`paged_attn_func`; dtype of ``k``, FP8 or
-            uint8, which takes e4m3.
-        v_cache: where values go, in the same layout and dtype.
+        k_cache: cache of keys, in either layout of :func:`paged_attn_func`; dtype of ``k``, FP8 or
+            uint8, which holds e4m3.
+        v_cache: cache of values, in the same layout and dtype.
         slot_mapping: int32 or int64 ``[tokens]``. A token with a negative slot is not written.
             No two tokens may have the same slot.
         k_scale: fp32, one element or ``[heads_k]``: an FP8 cache stores ``k / k_scale``, saturated
             at the largest number of the dtype. Default: None (1.0).
-        v_scale: likewise.
-        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`. For each token and head,
-            ``max(abs(k)) / 127`` (int4: ``/ 7``), rounded to the dtype of ``k_scale_cache``, is
-            the scale; the cache stores ``k / scale``, rounded to the nearest integer, to the even
-            one of two. A row of zeros gives zeros. Default: None.
-        k_scale_cache: where these scales go, ``[num_blocks, block_size, heads_k]``; fp16, bf16 or
-            fp32. Given where ``kv_dtype`` is, in place of ``k_scale``.
-        v_scale_cache: likewise.
+        v_scale: the same for values.
+        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`. The scale of a token and head is
+            ``max(abs(k)) / 127`` (int4: ``/ 7``), rounded to the dtype of ``k_scale_cache``; the
+            cache stores ``k / scale``, rounded to the nearest integer, ties to even. A row of zeros
+            gives zeros. Default: None.
+        k_scale_cache: cache of these scales, ``[num_blocks, block_size, heads_k]``; fp16, bf16 or
+            fp32. Required with ``kv_dtype``, instead of ``k_scale``.
+        v_scale_cache: the same for values.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
-            gradient.
+        NotImplementedError: on FP8 if the hardware lacks it; on an input that requires a gradient.
     """
     others = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
     form = form_of((k, v, slot_mapping), others, (kv_dtype,), packed=True)

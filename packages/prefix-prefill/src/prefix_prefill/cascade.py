@@ -1,4 +1,4 @@
-"""Sequences that begin with the same pages: those are attended once for all of them."""
+"""Cascade attention: a prefix that all sequences share is attended once for all of them."""
 
 from typing import NoReturn
 
@@ -9,16 +9,9 @@ from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._cache.scales import check_scale_caches
 from ._linked.host.arguments import as_int32, check_length
-from ._paged import (
-    checks as paged_checks,
-)
-from ._paged import (
-    ops,
-    tensor_checks,
-)
-from ._paged import (
-    options as paged_options,
-)
+from ._paged import checks as paged_checks
+from ._paged import ops, tensor_checks
+from ._paged import options as paged_options
 from ._paged.call import Tensors
 from .api import Result
 
@@ -57,21 +50,20 @@ def shared_prefix_attn_func(
 ) -> Result:
     """Attend as :func:`paged_attn_func` does, where all sequences begin with the same keys.
 
-    The shared keys are read once for the queries of all sequences together, each sequence's own
-    keys by itself, and the two results are merged by their log-sum-exps (cascade attention). The
-    result is that of :func:`paged_attn_func` with the shared pages ahead of each sequence's own.
+    The shared keys are read once for the queries of all sequences, each sequence's own keys for its
+    own queries, and the two results are merged by their log-sum-exps (cascade attention). The
+    result is that of :func:`paged_attn_func` with the shared pages before each sequence's own.
 
     Args:
-        q: queries; this and all others as in :func:`paged_attn_func`, but for these:
+        q: queries; this and all arguments not listed here are as in :func:`paged_attn_func`.
         shared_pages: the pages of the shared keys, int32 or int64 ``[shared_blocks]``.
-        shared_len: how many keys they hold; the last page need not be full.
+        shared_len: number of shared keys; the last page need not be full.
         block_table: the pages of each sequence's own keys, which follow the shared ones.
-        seqlens_k: how many keys of its own each sequence has, those of its new tokens included, at
-            least as many as it has queries. The positions of masks and ALiBi count the shared keys
-            too.
-        max_seqlen_k: the most keys of its own that a sequence has.
-        q_descale: fp32, one element or ``[heads_k]``, as are ``k_descale`` and ``v_descale``: the
-            shared keys belong to no sequence. Default: None (1.0).
+        seqlens_k: number of each sequence's own keys, its new tokens included; at least the number
+            of its queries. Masks and ALiBi count positions from the first shared key.
+        max_seqlen_k: the most own keys of a sequence.
+        q_descale: fp32, one element or ``[heads_k]``. So are ``k_descale`` and ``v_descale``,
+            because the shared keys belong to no sequence. Default: None (1.0).
 
     Returns:
         ``out`` or ``(out, lse)``.
@@ -116,15 +108,15 @@ def shared_prefix_attn_func(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=device)
 
-    # before the rounding to 16 bits or less, which the merged result alone should see
+    # in fp32, so that only the merged result is rounded to the dtype of out
     parts = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)]
     form = heads_q, tokens
     lses = [torch.empty(form, dtype=torch.float32, device=device) for _ in range(2)]
     lse = torch.empty(form, dtype=torch.float32, device=device) if return_lse else None
-    # all queries are one sequence to the shared keys; only windows and slopes tell them apart
+    # For the shared keys all queries form one sequence. Positions are needed for windows and ALiBi.
     ends = torch.stack([cu_seqlens_q[0], cu_seqlens_q[-1]])
     positions = slopes = None
-    # whatever its right side, a window shows them all of the shared keys there
+    # the right side of a window never hides a shared key
     if batch and (options.window_left >= 0 or alibi_slopes is not None):
         token = torch.arange(tokens, dtype=torch.int32, device=device)
         owner = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
@@ -169,7 +161,7 @@ def shared_prefix_attn_func(
         lse=lses[0],
     )
     seen = options._replace(window_right=-1, long_only=num_splits != 0)
-    # a query without a key of its own would not see all of the shared ones
+    # a query without an own key would not see all shared keys
     own = options._replace(own_keys=True)
     ops.attention(*x, max_seqlen_q, max_seqlen_k, *own)
     try:

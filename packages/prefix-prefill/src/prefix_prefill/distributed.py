@@ -1,4 +1,4 @@
-"""Attention over a paged cache that several ranks hold together, each a share of every sequence."""
+"""Attention over a paged cache whose keys are spread over several ranks."""
 
 from typing import NamedTuple, NoReturn
 
@@ -44,26 +44,27 @@ def paged_attn_func(
 ) -> Result:
     """Attend as :func:`prefix_prefill.paged_attn_func` does to keys that are spread over ranks.
 
-    Rank r of n holds the keys whose position p has ``p % n == r``: key p of a sequence lies in page
-    ``block_table[b, p // n // block_size]``, slot ``p // n % block_size`` of its cache. So every
-    step of decoding finds the same number of keys on each rank, and a new key goes to one of them.
-    Each rank attends to its own, and the results are exchanged and merged by their log-sum-exps, in
-    the order of ranks: every rank returns the whole result, the same bits on each.
+    Rank r of n holds the keys whose position p has ``p % n == r``. Key p of a sequence is in page
+    ``block_table[b, p // n // block_size]``, slot ``p // n % block_size`` of the rank's cache. So
+    the ranks hold equally many keys of a sequence, but for one, and a new key goes to one rank.
+    Each rank attends to its own keys; results are gathered and merged by their log-sum-exps in the
+    order of ranks. Every rank returns the whole result, with the same bits.
 
     Args:
-        q: queries, ``[tokens, heads_q, head_dim]``, the same on every rank, as are all arguments
-            but the caches and ``block_table``.
+        q: queries, ``[tokens, heads_q, head_dim]``; the same on every rank, as are all arguments
+            except the caches and ``block_table``.
         k_cache: this rank's keys, in either layout of :func:`prefix_prefill.paged_attn_func`.
-        v_cache: this rank's values, likewise; they may have a head dimension of their own.
+        v_cache: this rank's values, in the same layout.
         block_table: this rank's pages, int32 or int64 ``[batch, max_blocks]``.
         cu_seqlens_q: as in :func:`prefix_prefill.paged_attn_func`.
-        seqlens_k: how many keys each sequence has on all ranks together, int32 ``[batch]``.
-        max_seqlen_q: the most queries of a sequence; an upper bound is as good.
-        max_seqlen_k: the most keys of a sequence on all ranks together, likewise.
-        softmax_scale: this and all others as in :func:`prefix_prefill.paged_attn_func`, but for:
-        window_size: a window that ends on both sides, under ``causal`` on the left, shows as many
-            keys as are a multiple of the number of ranks.
-        alibi_slopes: under ``causal`` alone.
+        seqlens_k: number of keys of each sequence on all ranks together, int32 ``[batch]``.
+        max_seqlen_q: the most queries of a sequence; an upper bound will do.
+        max_seqlen_k: the most keys of a sequence on all ranks together; an upper bound will do.
+        softmax_scale: this and all arguments not listed here are as in
+            :func:`prefix_prefill.paged_attn_func`.
+        window_size: a window that is limited on both sides (with ``causal``: on the left) must show
+            a multiple of as many keys as there are ranks.
+        alibi_slopes: only with ``causal``.
         group: the ranks: NCCL, or gloo for CPU tensors. Default: None, all.
 
     Returns:
@@ -73,7 +74,7 @@ def paged_attn_func(
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on a combination that is not offered; on an input that requires a
+        NotImplementedError: on a combination that is not supported; on an input that requires a
             gradient.
     """
     if unknown:
@@ -108,7 +109,7 @@ def paged_attn_func(
     tokens, heads_q, _ = q.shape
     slopes = shift = sink = positions = None
     if options.window_left >= 0 or options.window_right >= 0:
-        # where the rows of each sequence stand: at the last key of this rank that they see
+        # the position of each row is the last key of this rank that it sees
         token = torch.arange(tokens, dtype=torch.int32, device=q.device)
         owner = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
         owner = owner.clamp(0, max(batch - 1, 0))
@@ -116,7 +117,7 @@ def paged_attn_func(
         if batch:
             at = token + (seqlens_k - cu_seqlens_q[1:])[owner]
         if options.window_right < 0:
-            # the first key to the right of where the window ends
+            # without a right limit it is the first one
             at = at - options.window_left + ranks - 1
         else:
             at = at + options.window_right
@@ -124,11 +125,11 @@ def paged_attn_func(
         if alibi_slopes is not None:
             is_own = alibi_slopes.ndim == 2 and batch > 0
             slopes = alibi_slopes[owner] if is_own else alibi_slopes.expand(tokens, heads_q)
-            # a row stands beyond the key at which it is put by less than a step
+            # the row's true position is less than one step of `ranks` keys after `positions`
             shift = slopes * (at - rank - positions * ranks)[:, None]
             slopes = slopes * ranks
             if sinks is not None:
-                # not shifted, and so not among what the ranks have
+                # the shift does not apply to the sink, so it is merged separately
                 inside = (token >= cu_seqlens_q[0]) & (token < cu_seqlens_q[-1])
                 sink = sinks.float()[:, None].masked_fill(~inside, -torch.inf)
     lengths = torch.div(seqlens_k + (ranks - 1 - rank), ranks, rounding_mode="floor")
@@ -143,7 +144,7 @@ def paged_attn_func(
         cu_seqlens_q=cu_seqlens_q,
         seqlens_k=lengths,
         alibi_slopes=slopes,
-        # a key without a value, which one of the ranks counts
+        # only one rank counts the sink
         sinks=sinks if rank == 0 and shift is None else None,
         q_descale=q_descale,
         k_descale=k_descale,
@@ -166,7 +167,7 @@ def paged_attn_func(
 
 
 class _Message(NamedTuple):
-    """What ranks send each other: a result and its log-sum-exp, fp32, one behind the other."""
+    """The message of a rank: its output and then its log-sum-exp, in fp32."""
 
     tokens: int
     heads_q: int
@@ -174,17 +175,17 @@ class _Message(NamedTuple):
 
     @property
     def places(self) -> tuple[int, int]:
-        """Return where the log-sum-exp begins, and the message ends: at whole accesses."""
+        """Return where the log-sum-exp begins and where the message ends, in aligned numbers."""
         rows = self.tokens * self.heads_q
         begin = round_up(rows * self.head_dim_v, ACCESS_BYTES // 4)
         return begin, begin + round_up(rows, ACCESS_BYTES // 4)
 
     def empty(self, q: Tensor, count: int) -> Tensor:
-        """Return memory of messages on the device of the queries."""
+        """Return ``count`` empty messages on the device of the queries."""
         return q.new_empty((count, self.places[1]), dtype=torch.float32)
 
     def parts(self, messages: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return of each message ``[tokens, heads_q, head_dim_v]`` and ``[heads_q, tokens]``."""
+        """Return output and log-sum-exp of each message as views."""
         begin, _ = self.places
         rows = self.tokens * self.heads_q
         return [
@@ -211,7 +212,7 @@ def _merged(states: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Te
 
 
 def _of_rank(options: Options, ranks: int) -> Options:
-    """Return the window as it is over the keys of one rank."""
+    """Return the options with the window over the keys of one rank."""
     left, right = options.window_left, options.window_right
     if left >= 0 and right >= 0 and (left + right + 1) % ranks:
         raise NotImplementedError(

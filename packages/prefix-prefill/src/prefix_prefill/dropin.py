@@ -15,9 +15,9 @@ from ._paged.names import ERRORS, renamed
 
 _known: Memory[Checked] = Memory()
 
-# what engines call the dtype of a cache; "auto" is that of the queries
+# engines' names of FP8 dtypes; "auto" is the dtype of the queries
 _FP8_NAMES = {"fp8": 0, "fp8_e4m3": 0, "fp8_e5m2": 1}
-# what the arguments of the checks are called here
+# argument names of the checks: names in these functions
 _CONTEXT = {
     "block_table": "b_loc",
     "cu_seqlens_q": "b_start_loc",
@@ -73,50 +73,50 @@ def context_attention_fwd(
     interleaved_v_pack_factor: int = 0,
     invariant: bool = False,
 ) -> None:
-    """Attend to cached keys and to the new ones; a drop-in for engines, over the paged operator.
+    """Attend to cached and to new keys; a drop-in for engines.
 
     Args:
         q: queries, ``[tokens, heads_q, head_dim]``.
         k: new keys, ``[tokens, heads_k, head_dim]``, not quantised. None: they are in the cache.
-        v: new values, ``[tokens, heads_k, head_dim_v]``, likewise.
-        o: where the output goes, ``[tokens, heads_q, head_dim_v]``. Rows of no sequence, and of
-            skipped ones, stay as they are.
+        v: new values, ``[tokens, heads_k, head_dim_v]``, not quantised; None if ``k`` is.
+        o: output tensor, ``[tokens, heads_q, head_dim_v]``. Rows outside every sequence, and rows
+            of skipped sequences, keep their values.
         kv_cache_dtype: "auto" for the dtype of ``q``; "fp8", "fp8_e4m3" or "fp8_e5m2".
         k_cache: keys, ``[num_blocks, heads_k, head_dim // x, block_size, x]``, or
             ``[num_blocks, block_size, heads_k, head_dim]``. An FP8 cache may be stored as uint8.
         v_cache: values, ``[num_blocks, heads_k, head_dim_v, block_size]``, or
-            ``[num_blocks, block_size, heads_k, head_dim_v]``; ``head_dim_v`` is ``head_dim`` or
-            another.
+            ``[num_blocks, block_size, heads_k, head_dim_v]``; ``head_dim_v`` may differ from
+            ``head_dim``.
         b_loc: the pages of each sequence, ``[batch, max_blocks]``.
-        b_start_loc: where sequences begin, int32 or int64 ``[batch + 1]``.
+        b_start_loc: offsets of the sequences, int32 or int64 ``[batch + 1]``.
         b_seq_len: keys of each sequence, cached and new, int32 or int64 ``[batch]``.
-        max_seq_len: the most of them, by which the work is split; None, or too few, is no error.
+        max_seq_len: the most keys of a sequence, from which the number of splits is chosen; None or
+            a number that is too small is no error.
         max_input_len: the most queries of a sequence.
         k_scale: factor of keys in an FP8 cache: fp32, one element, ``[heads_k]`` or
-            ``[batch, heads_k]``. Read for an FP8 cache alone.
-        v_scale: likewise of values.
-        alibi_slopes: the bias is ``slope * (key_position - query_position)``, fp32 ``[heads_q]``.
+            ``[batch, heads_k]``. Ignored for other caches.
+        v_scale: factor of values in an FP8 cache, shaped like ``k_scale``.
+        alibi_slopes: fp32 ``[heads_q]``; the bias is ``slope * (key_position - query_position)``.
             Default: None.
-        sliding_window: how many keys a query sees, its own included. Default: None; 0 and less are
-            none, too.
+        sliding_window: number of keys that a query sees, its own included. None, 0 and negative
+            numbers: no window. Default: None.
         sm_scale: factor of the scores. Default: ``head_dim ** -0.5``.
-        skip_decode: leave the rows of sequences of one query as they are. Default: False.
+        skip_decode: keep the rows of sequences with one query. Default: False.
         fp8_out_scale: fp32, one element: ``o`` is FP8 and stores ``out / scale``, saturated.
             Default: None.
         sinks: as in :func:`paged_attn_func`. Default: None.
         causal: as in :func:`paged_attn_func`. Default: True.
-        is_block_table_ptr: whether ``b_loc`` holds addresses. Not offered: False alone.
-        interleaved_v_pack_factor: how values are interleaved. Not offered: 0 alone.
-        invariant: as in :func:`paged_attn_func`. An FP8 cache then has to hold the new keys, too:
-            ``k`` and ``v`` are None. Default: False.
+        is_block_table_ptr: ``b_loc`` holds addresses. Not supported: must be False.
+        interleaved_v_pack_factor: interleaving of values. Not supported: must be 0.
+        invariant: as in :func:`paged_attn_func`. An FP8 cache must then hold the new keys: ``k``
+            and ``v`` are None. Default: False.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range; on a ``max_input_len`` that cannot be, since
-            ``o`` has more rows than that for each sequence.
-        NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
-            gradient; on what is not offered; beside ``invariant``, on what
-            :func:`paged_attn_func` refuses there.
+        ValueError: on a shape, a device or a range; on the CPU also on a ``max_input_len`` that is
+            too small.
+        NotImplementedError: on FP8 if the hardware lacks it; on an input that requires a gradient;
+            on unsupported arguments; with ``invariant``, as :func:`paged_attn_func` does.
     """
     _refuse("is_block_table_ptr", is_block_table_ptr, False)
     _refuse("interleaved_v_pack_factor", interleaved_v_pack_factor, 0)
@@ -157,10 +157,10 @@ def chunked_prefill_paged_decode(
     use_interleaved_v_cache: bool = False,
     invariant: bool = False,
 ) -> None:
-    """Attend as :func:`context_attention_fwd` does, but for sequences of one query.
+    """Attend as :func:`context_attention_fwd` does, except in sequences with one query.
 
-    Those read their newest key and value from the cache, where the engine has written them, not
-    from ``key`` and ``value``. The arguments are those of :func:`context_attention_fwd` under other
+    They read their newest key and value from the cache, where the engine has written them, not from
+    ``key`` and ``value``. The arguments are those of :func:`context_attention_fwd` under other
     names; ``output_scale`` is ``fp8_out_scale``.
 
     Raises:
@@ -221,7 +221,7 @@ def _attend(
     check_length("max_seq_len", max_seq_len)
     check_length("max_seqlen_q", max_input_len)
     if k_cache.element_size() != 1:
-        # engines pass them in any case
+        # engines pass scales for every cache
         k_scale = v_scale = None
     if known is None:
         heads_k = cache_sizes(k_cache).heads_k
@@ -270,13 +270,13 @@ def _attend(
 
 
 def _refuse(name: str, given: object, offered: object) -> None:
-    """Raise unless an argument has the only value that is offered."""
+    """Raise unless an argument has the only supported value."""
     if given != offered:
         raise NotImplementedError(f"{name} must be {offered}: no more is offered, got {given!r}")
 
 
 def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """Return a cache in the dtype that its name says."""
+    """Return a cache as a view in the dtype that ``kv_cache_dtype`` names."""
     if kv_cache_dtype == "auto":
         if cache.dtype == torch.uint8:
             raise ValueError(
@@ -298,7 +298,7 @@ def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
 
 
 def _window(sliding_window: int | None) -> int:
-    """Return how many keys to the left of its own a query sees; -1 is all."""
+    """Return the left side of a window; -1: no limit."""
     if sliding_window is None:
         return -1
     if not is_int(sliding_window):

@@ -172,7 +172,7 @@ def check_mla_out(q: Tensor, out: Tensor | None, head_dim_v: int) -> torch.dtype
 
 
 def check_mla_write(x: MlaWriteTensors) -> None:
-    """Check what is to be written into a cache."""
+    """Check the inputs of a write into a cache."""
     for name, part in (("kv_c", x.kv_c), ("k_pe", x.k_pe)):
         check_tensor(name, part)
         if part.dtype not in FLOAT_DTYPES:

@@ -27,7 +27,7 @@ _LARGEST_HEAD_DIM = 256
 
 
 class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before it takes a backend."""
+    """The capabilities that vLLM asks a backend for."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8]
@@ -47,7 +47,7 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        # other sizes are right as well, but a tile of keys then begins within a page
+        # other sizes work, but then a tile of keys may begin inside a page
         return [MultipleOf(16)]
 
     @classmethod
@@ -87,7 +87,7 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Return why this backend does not serve these together, if so."""
+        """Return why the backend does not support this combination, or None if it does."""
         capability = tuple(device_capability)
         if capability < (8, 0):
             return f"compute capability 8.0 or newer is needed, got {capability}"
@@ -103,13 +103,13 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
     """What the layers of a step share.
 
     Attributes:
-        num_actual_tokens: the tokens of the step, without padding behind them.
+        num_actual_tokens: the tokens of the step, without the padding after them.
         max_query_len: the most queries of a sequence.
-        max_seq_len: the most keys of a sequence; an upper bound.
-        query_start_loc: where sequences begin, int32 ``[batch + 1]``.
+        max_seq_len: an upper bound of the keys of a sequence.
+        query_start_loc: offsets of the sequences, int32 ``[batch + 1]``.
         seq_lens: keys of each sequence, int32 ``[batch]``.
-        block_table: its pages, int32 ``[batch, max_blocks]``.
-        causal: whether a query sees no later keys.
+        block_table: pages of each sequence, int32 ``[batch, max_blocks]``.
+        causal: hide later keys from a query.
     """
 
     num_actual_tokens: int
@@ -122,12 +122,11 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ignore[misc]
-    """Hands a step's tensors on: the kernels take them as vLLM has them."""
+    """Passes a step's tensors on unchanged."""
 
-    # A graph holds the most queries of a sequence of the batch that it was captured with. Of a
-    # mixed batch another may have more.
+    # A graph fixes max_query_len at its capture; a later mixed batch may have a longer one.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    # these tensors are vLLM's own, which it fills anew
+    # the metadata holds vLLM's own tensors, which it updates in place
     supports_draft_decode_metadata_update = True
 
     def __init__(
@@ -163,13 +162,13 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> PagedMetadata:
-        """Make metadata by which a graph serves sequences up to the longest."""
+        """Make metadata for a graph that serves sequences of any length."""
         metadata = self.build(0, common_attn_metadata)
         metadata.max_seq_len = self.vllm_config.model_config.max_model_len
         return metadata
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
-        """Leave it as it is: nothing in it is computed."""
+        """Do nothing, because the metadata holds no computed tensors."""
 
 
 class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
@@ -185,8 +184,8 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         kv_cache_dtype: "auto", the model's dtype, or an FP8 dtype. Default: "auto".
         logits_soft_cap: cap of the scores. Default: None.
         attn_type: decoder, encoder or cross-attention. Default: decoder.
-        kv_sharing_target_layer_name: the layer whose cache this one reads; vLLM writes it once.
-        sinks: one more logit per head in the denominator, ``[num_heads]``. Default: None.
+        kv_sharing_target_layer_name: the layer whose cache this one reads. Default: None.
+        sinks: an extra logit per head in the denominator, ``[num_heads]``. Default: None.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.alibi_slopes = None
         if alibi_slopes is not None:
-            # where vLLM makes the model's parameters
+            # on the default device, where vLLM makes the model's parameters
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
         self.is_encoder = attn_type in _ENCODERS
         self.window = (-1, -1)
@@ -229,7 +228,7 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Say whether the output may be FP8 with one scale."""
+        """Return whether the output may have this quantisation: FP8 with one static scale."""
         from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
         return bool(quant_key == kFp8StaticTensorSym)
@@ -251,13 +250,12 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         Args:
             layer: vLLM's layer, which has the scales of an FP8 cache, ``_k_scale`` and ``_v_scale``
                 (fp32, one element or ``[num_kv_heads]``).
-            query: ``[tokens, num_heads, head_size]``; behind the step's tokens padding.
-            key: ``[tokens, num_kv_heads, head_size]``; read in an encoder, whose are
-                not in a cache.
-            value: likewise.
-            kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, of any strides: a
-                token's key, then its value.
-            attn_metadata: the step's; None while vLLM measures memory, which gives zeros.
+            query: ``[tokens, num_heads, head_size]``; the step's tokens, then padding.
+            key: ``[tokens, num_kv_heads, head_size]``; only read in an encoder, which has no cache.
+            value: ``[tokens, num_kv_heads, head_size]``; only read in an encoder.
+            kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, any strides: a token's
+                key, then its value.
+            attn_metadata: metadata of the step; None while vLLM measures memory: zeros.
             output: ``[tokens, num_heads, head_size]``.
             output_scale: fp32, one element, for an FP8 ``output``. Default: None.
             output_block_scale: not supported. Default: None.
@@ -322,7 +320,7 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
 
 
 def _fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    """Return how this platform's GPUs store an FP8 cache; None is a cache of the model's dtype."""
+    """Return the platform's dtype of an FP8 cache, or None for a cache of the model's dtype."""
     if kv_cache_dtype not in FP8:
         return None
     e4m3 = fp8_dtype(detect())
@@ -332,5 +330,5 @@ def _fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:
 
 
 def _no_pages(x: Tensor) -> Tensor:
-    """Return a cache of one page of one token, which no sequence has."""
+    """Return a cache of one page of one token, for calls that read no page."""
     return x[:1].unsqueeze(0)

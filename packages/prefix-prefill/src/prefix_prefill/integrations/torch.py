@@ -1,4 +1,4 @@
-"""PyTorch's ``varlen_attn`` with paged keys and values: these kernels compute it.
+"""PyTorch's ``varlen_attn`` with paged keys and values, on these kernels.
 
 Example::
 
@@ -12,14 +12,14 @@ Example::
     )
     handle.remove()  # PyTorch's own kernels again
 
-Calls of ``varlen_attn`` and ``varlen_attn_out`` with a ``block_table`` come here, whatever backend
-PyTorch would choose for them; without one they go where they went before. If the flash backend is
-disabled, as within ``sdpa_kernel(SDPBackend.CUDNN_ATTENTION)``, all of them do. On CPU tensors
-nothing changes.
+Calls of ``varlen_attn`` and ``varlen_attn_out`` with a ``block_table`` run on these kernels,
+whatever backend PyTorch would choose. Calls without one run as before. If the flash backend is
+disabled, as within ``sdpa_kernel(SDPBackend.CUDNN_ATTENTION)``, all calls run as before. On CPU
+tensors nothing changes.
 
-``varlen_attn`` without pages, and ``scaled_dot_product_attention``, are what
-``flash_attn_triton.integrations.torch.register()`` is for. The two may be registered together, in
-any order.
+For ``varlen_attn`` without pages and ``scaled_dot_product_attention`` there is
+``flash_attn_triton.integrations.torch.register()``. The two may be registered together, in any
+order.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _active: _Overrides | None = None
 
 
 class Handle:
-    """A registration that can be taken back."""
+    """A registration that can be undone."""
 
     def remove(self) -> None:
-        """Give PyTorch its own kernels back; does nothing if they are back already."""
+        """Restore PyTorch's kernels; does nothing if they are restored already."""
         global _active
         if _active is not None:
             _active.remove()
@@ -58,7 +58,7 @@ class Handle:
 def register() -> Handle:
     """Serve paged calls of ``torch.nn.attention.varlen`` on GPUs, in this process.
 
-    Does nothing to a process where they are served already.
+    Does nothing if they are served already.
 
     Returns:
         A handle, whose ``remove()`` restores PyTorch's kernels. It is also a context manager.
@@ -73,7 +73,7 @@ def register() -> Handle:
 
 
 class _Overrides:
-    """The kernels in the dispatcher, for as long as this lives."""
+    """Our kernels in PyTorch's dispatcher, as long as this object lives."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         # imported here: PyTorch loads it on demand
@@ -82,19 +82,19 @@ class _Overrides:
         new: Any = torch.library.Library
         library = new("torch_attn", "IMPL", dispatch_key)
         with warnings.catch_warnings():
-            # PyTorch warns that its kernels are overridden, which is the purpose
+            # PyTorch warns that its kernels are overridden, as intended
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             for name in _OPERATORS:
                 library.impl(name, _served(name, dispatch_key), dispatch_key, with_keyset=True)
         self.library: Any = library
 
     def remove(self) -> None:
-        # a library that nobody holds takes its kernels out of the dispatcher
+        # without a reference, a library removes its kernels from the dispatcher
         self.library = None
 
 
 def _served(name: str, dispatch_key: str) -> Any:
-    """Return a kernel of an operator that computes paged calls, and passes on all others."""
+    """Return a kernel that computes paged calls, and passes on all others to PyTorch's kernel."""
     packet = getattr(torch.ops.torch_attn, name, None)
     names = [] if packet is None else [x.name for x in packet.default._schema.arguments]
     if "block_table" not in names:
@@ -103,7 +103,7 @@ def _served(name: str, dispatch_key: str) -> Any:
             f"block_table, got {torch.__version__}"
         )
     kernel = torch.library.get_kernel(f"torch_attn::{name}", dispatch_key)
-    # it has no types
+    # Any, because the function is not typed
     is_enabled: Any = torch.backends.cuda.flash_sdp_enabled
 
     def serve(keyset: Any, *arguments: Any, **options: Any) -> Any:
@@ -133,19 +133,19 @@ def _attend(
     backend: int | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """Compute one call; the arguments are those of the operators, where the pages say the keys.
+    """Compute one call with the arguments of the operators; ``cu_seq_k`` is not used.
 
     Returns:
-        ``(out, lse, random state)``, or the LSE alone where ``out`` is given.
+        ``(out, lse, random state)``, or only the LSE if ``out`` is given.
 
     Raises:
-        ValueError: If ``seqused_k`` is missing, or if values have a head dimension of their own and
-            no ``out`` is given.
+        ValueError: If ``seqused_k`` is missing, or if values have another head dimension than
+            queries and no ``out`` is given.
     """
     if block_table is None or seqused_k is None:
         raise ValueError("seqused_k must be given with block_table: [batch] int32, got None")
     if out is None and value.shape[-1] != query.shape[-1]:
-        # the operator's fake gives the output the shape of the queries, and compiled graphs with it
+        # the operator's fake, and so compiled graphs, give the output the shape of the queries
         raise ValueError(
             f"value must have the head_dim of query, {query.shape[-1]}, got {value.shape[-1]}: "
             "varlen_attn_out takes values with a head_dim of their own"
@@ -170,6 +170,6 @@ def _attend(
     if out is not None:
         return lse
     if result.stride() != query.stride() and result.shape == query.shape:
-        # laid out as the operator's fake says, which compiled graphs rely on
+        # compiled graphs rely on the strides of the operator's fake
         result = torch.empty_like(query).copy_(result)
     return result, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)

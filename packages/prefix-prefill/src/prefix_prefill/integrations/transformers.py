@@ -1,4 +1,4 @@
-"""Hugging Face ``transformers``: continuous batching on the pages of its cache.
+"""Hugging Face ``transformers``: continuous batching over the pages of its cache.
 
 Example::
 
@@ -10,9 +10,9 @@ Example::
     answers = model.generate_batch(prompts, generation_config)
 
 The library's cache holds a tensor of keys and one of values for each layer of a group, in blocks.
-With every step it hands the layers which slots the new tokens take (``write_index``) and which
-slots hold the keys of all sequences, one after the other (``read_index``). Other implementations
-gather these keys into new tensors; here the kernels read them where they are:
+At every step it passes to the layers the slots of the new tokens (``write_index``) and the slots of
+all keys, sequence by sequence (``read_index``). Other implementations gather these keys into new
+tensors; these kernels read them in place:
 
 =====================  ============================================================================
 layers                 what runs
@@ -20,14 +20,14 @@ layers                 what runs
 full attention         ``reshape_and_cache``, then ``paged_attn_func`` over blocks as pages; a block
                        table is the slots of the first token of each block, divided by its size
 sliding windows        ``paged_attn_func`` over slots as pages of one token, because the library
-                       keeps a ring of as many slots as the window has, and new keys beside it;
-                       then ``reshape_and_cache``, since new keys may take the places of those read
-a step of prompts      ``paged_attn_func`` over new keys alone
+                       keeps a ring of one window's slots, and over new keys; then
+                       ``reshape_and_cache``, which may overwrite keys that the call read
+a step of prompts      ``paged_attn_func`` over new keys only
 =====================  ============================================================================
 
-Tables are made once for all layers of a step. Nothing waits for the device, and a step captures
-into a CUDA graph (``ContinuousBatchingConfig(use_cuda_graph=True)``). ``generate`` has no pages:
-load the model with another ``attn_implementation`` for it.
+Tables are made once for all layers of a step. Nothing waits for the device, so a CUDA graph can
+capture a step (``ContinuousBatchingConfig(use_cuda_graph=True)``). ``generate`` has no pages: load
+the model with another ``attn_implementation`` for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .._linked.host.arguments import one_of, refuse_others
 from .._linked.host.versions import need
 from ..api import paged_attn_func, reshape_and_cache
 
-# 5.18 renamed what the cache tells of its layers, 5.19 refuses all implementations but its own
+# 5.18 renamed attributes of the cache, 5.19 refuses all implementations but its own
 _SERVED = (5, 17), __name__, (5, 18)
 
 try:
@@ -57,10 +57,10 @@ need("transformers", *_SERVED)
 __all__ = ["attention_forward", "register"]
 
 _PREFIX = "paged|"
-# transformers gives these substrings of a name a meaning of its own
+# substrings of a name that transformers interprets
 _RESERVED = ("flash", "sdpa", "flex_attention", "eager", "|", "/")
 
-# what would change the result
+# arguments that would change the result
 _UNSUPPORTED = {
     "attention_mask": "masks are those of the sequences; a mask of another kind has no place here",
     "output_attentions": "attention weights are never materialised",
@@ -69,7 +69,7 @@ _UNSUPPORTED = {
     "block_indices": "attention to a list of key blocks is not supported",
 }
 
-# what models hand down to their layers, and what does not concern the attention of one
+# arguments that models pass to their layers and that do not concern attention
 _IGNORED = frozenset(TransformersKwargs.__annotations__) | {
     "cache_position",
     "cu_seqlens",
@@ -94,7 +94,7 @@ Bounds = int | dict[str, int]
 
 
 class _Pages(NamedTuple):
-    """Where the keys of a group of layers are in one step, and where its new ones go."""
+    """The pages of a group of layers in one step, and the slots of its new keys."""
 
     block_table: Tensor  # [sequences, pages]
     seqlens_k: Tensor  # [sequences]
@@ -103,7 +103,7 @@ class _Pages(NamedTuple):
 
 
 class _Step:
-    """What the layers of a step share, by their group."""
+    """The pages of a step, by the groups of layers that share them."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -111,7 +111,7 @@ class _Step:
         self.groups: dict[int, _Pages] = {}
 
 
-# by the library's cache
+# the last step of each of the library's caches
 _steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
 
 
@@ -121,15 +121,15 @@ def register(name: str = "paged|prefix_prefill") -> str:
     Registering again, or under a second name, does no harm.
 
     Args:
-        name: the name to register. It begins with ``"paged|"``, by which ``transformers`` knows an
-            implementation for continuous batching; what follows must not contain "flash", "sdpa",
-            "flex_attention", "eager", "|" or "/". Default: ``"paged|prefix_prefill"``.
+        name: the name to register. It must begin with ``"paged|"``, which ``transformers`` requires
+            for continuous batching; the rest must not contain "flash", "sdpa", "flex_attention",
+            "eager", "|" or "/". Default: ``"paged|prefix_prefill"``.
 
     Returns:
         The name.
 
     Raises:
-        ValueError: if ``transformers`` would take the name for something else.
+        ValueError: if ``transformers`` would interpret the name otherwise.
     """
     rest = name.removeprefix(_PREFIX)
     if rest == name or not rest:
@@ -167,40 +167,40 @@ def attention_forward(
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, as a layer of a model asks for it while ``transformers`` batches continuously.
+    """Compute the attention of a layer in a step of ``transformers``' continuous batching.
 
     Args:
         module: the calling layer; ``layer_idx`` is read from it.
         query: ``[1, heads_q, tokens, head_dim]``, the new tokens of all sequences.
         key: ``[1, heads_k, tokens, head_dim]``.
-        value: likewise.
-        attention_mask: None: this implementation needs no mask, and the library makes none.
-        dropout: 0.0.
+        value: ``[1, heads_k, tokens, head_dim]``.
+        attention_mask: must be None; the library makes no mask for this implementation.
+        dropout: must be 0.0.
         scaling: factor of the scores. Default: ``head_dim ** -0.5``.
-        is_causal: True. Default: ``module.is_causal``, or True.
-        sliding_window: number of keys that a query sees, its own included. Default: that of the
-            cache for this layer.
+        is_causal: must be True. Default: ``module.is_causal``, or True.
+        sliding_window: number of keys that a query sees, its own included. Default: the cache's
+            window for this layer.
         softcap: ``softcap * tanh(scores / softcap)`` replaces the scores.
-        s_aux: sinks ``[heads_q]``: logits that take part in the softmax only.
+        s_aux: sinks ``[heads_q]``: extra logits in the softmax's denominator.
         learnable_sink: another name of ``s_aux``.
         sinks: another name of ``s_aux``.
         cache: the library's ``PagedAttentionCache``.
-        cu_seq_lens_q: where sequences begin among the tokens, int32 ``[sequences + 1]``.
-        cu_seq_lens_k: the same for the keys that the cache reads, or one for each type of layer.
+        cu_seq_lens_q: offsets of the sequences in the tokens, int32 ``[sequences + 1]``.
+        cu_seq_lens_k: offsets of the sequences in the keys, or a dict of them by type of layer.
         max_seqlen_q: the most new tokens of a sequence.
-        max_seqlen_k: the most keys of a sequence, or one number for each type of layer.
-        read_index: for each group of layers the slots of all keys, ``[keys]``; empty where no
-            sequence has a cached key.
+        max_seqlen_k: the most keys of a sequence, or a dict by type of layer.
+        read_index: for each group of layers the slots of all keys, ``[keys]``; empty if no sequence
+            has a cached key.
         write_index: for each group of layers the slots of the new tokens, ``[tokens]``.
-        block_table: None: the library makes tables for flash-attn alone.
-        **kwargs: what models hand down to all their layers is ignored; anything else raises.
+        block_table: must be None; the library makes tables only for flash-attn.
+        **kwargs: arguments that models pass to all their layers are ignored; others raise.
 
     Returns:
-        The output ``[1, tokens, heads_q, head_dim]``, and None in the place of the weights.
+        The output ``[1, tokens, heads_q, head_dim]``, and None for the weights.
 
     Raises:
         ValueError: without a cache: in ``generate``, training, or a call of the model.
-        NotImplementedError: for attention weights, masks, dropout, and anything that is not known.
+        NotImplementedError: on attention weights, masks, dropout and unknown arguments.
     """
     given = attention_mask, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index
     others = {"attention_mask": attention_mask, **kwargs}
@@ -228,7 +228,7 @@ def attention_forward(
     size = cache.block_size if ring == 1 else 1
     shape = slots // size, size, heads, head_dim
     k_cache, v_cache = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
-    # new keys are read from where they are, unless they lie with all others
+    # with a ring, or without cached keys, attention reads the new keys from k and v
     has_new = ring != 1 or pages.block_table.shape[1] == 0
     if not has_new:
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
@@ -254,7 +254,7 @@ def attention_forward(
 
 
 def _window(ring: int, sliding_window: int | None) -> tuple[int, int]:
-    """Return the window of a layer; ``ring``: of how many slots the cache keeps, 1 is all."""
+    """Return the window of a layer; the cache keeps ``ring`` slots, or with 1 all of them."""
     if sliding_window is None:
         return (-1, -1) if ring == 1 else (ring - 1, 0)
     if sliding_window < 1 or (ring != 1 and sliding_window > ring):
@@ -273,7 +273,7 @@ def _pages_of_step(
     read_index: Any,
     write_index: Any,
 ) -> _Pages:
-    """Return the pages of a layer's group, which are made by the first of its layers in a step."""
+    """Return the pages of a layer's group; the first layer of the group in a step makes them."""
     if isinstance(cu_seq_lens_k, dict):
         kind = "full_attention" if ring == 1 else "sliding_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
@@ -286,10 +286,10 @@ def _pages_of_step(
         cache.write_trash_index,
     )
     if torch.compiler.is_compiling():
-        # the compiler finds what layers have in common
+        # the compiler merges what layers have in common
         return _make_pages(*arguments)
     step = _steps.get(cache)
-    # a step may come twice, to run and to be captured: its tables are made in each
+    # a step may run twice, for warm-up and for capture; each run makes its tables
     if step is None or step.owner is not read_index or layer <= step.last_layer:
         step = _steps[cache] = _Step(read_index)
     step.last_layer = layer
@@ -307,10 +307,10 @@ def _make_pages(
     page: int,
     trash: int,
 ) -> _Pages:
-    """Find the pages of each sequence in the slots of all keys.
+    """Make the page table from the slots of all keys.
 
-    Entries behind a sequence's end are pages of another, or the last one there is: they are not
-    read. Slots of tokens that are padding, or that nobody will see, are -1.
+    Entries after a sequence's end hold other sequences' pages, and are not read. Slots of padding,
+    and of tokens that no later query sees, are -1.
     """
     lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     slots = torch.where(write_index == trash, -1, write_index)

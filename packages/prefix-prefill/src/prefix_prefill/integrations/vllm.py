@@ -1,22 +1,22 @@
 """vLLM: an attention backend on these kernels.
 
-Installing ``prefix-prefill`` beside ``vllm`` registers the backend by the entry point
-``vllm.general_plugins``, and selects nothing. To take it::
+If ``prefix-prefill`` and ``vllm`` are installed, the entry point ``vllm.general_plugins`` registers
+the backend. To select it::
 
     vllm serve MODEL --attention-backend CUSTOM
 
-or ``LLM(model, attention_backend="CUSTOM")``. ``VLLM_PLUGINS`` names which plugins vLLM loads, if
-it is set; this one is ``prefix_prefill``.
+or ``LLM(model, attention_backend="CUSTOM")``. If ``VLLM_PLUGINS``, vLLM's list of plugins to load,
+is set, it must contain ``prefix_prefill``.
 
 The backend serves decoders, encoders and cross-attention, prefill and decode in one call, with
 sliding windows, softcap, ALiBi and sinks, in fp16, bf16 and fp32, over caches of the model's dtype
-or FP8 with a scale per tensor or KV head. It takes pages of any size, in every layout that vLLM
-gives them, and needs no workspace. Batches in which all sequences have as many queries are captured
-whole in CUDA graphs. vLLM itself refuses at start what the backend does not say it supports: MLA,
-multimodal prefixes that see both ways, context parallelism over ranks.
+or FP8 with a scale per tensor or KV head. It takes pages of any size in all of vLLM's layouts and
+needs no workspace. Batches in which all sequences have equally many queries are captured in full
+CUDA graphs. vLLM refuses at start what the backend does not support: MLA, bidirectional multimodal
+prefixes, context parallelism over ranks.
 
-The classes are in :mod:`prefix_prefill.integrations._vllm_backend`, which vLLM imports if it is
-selected. They follow vLLM 0.33's interface.
+The classes are in :mod:`prefix_prefill.integrations._vllm_backend`, which vLLM imports if the
+backend is selected. They implement vLLM 0.33's interface.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ BACKEND = "prefix_prefill.integrations._vllm_backend.PagedAttentionBackend"
 
 
 def register() -> None:
-    """Make this package the backend that vLLM calls ``CUSTOM``; done by the entry point.
+    """Register this package as vLLM's backend ``CUSTOM``; the entry point calls this.
 
-    Registering again does no harm. Where another package has taken the name, it keeps it, and a
-    ``RuntimeWarning`` says so: vLLM loads the plugins of all that is installed. For the same reason
-    one says so where vLLM is older than what the backend follows.
+    Registering again does no harm. vLLM loads the plugins of all installed packages, so this only
+    gives a ``RuntimeWarning`` if another package has taken the name or if vLLM is too old.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -60,7 +59,7 @@ def register() -> None:
 
 
 def _is_older() -> bool:
-    """Warn of a vLLM that is older than what the backend follows; raise where there is none."""
+    """Return whether vLLM is too old, with a warning; raise if it is not installed."""
     try:
         need("vllm", (0, 33), __name__)
     except ModuleNotFoundError:
