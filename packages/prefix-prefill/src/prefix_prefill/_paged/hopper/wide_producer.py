@@ -63,8 +63,8 @@ def _layout_of(units, piece, words, numbers):
     """Return the layout of a part, ``[units, piece, words]``: a warp holds neighbouring rows.
 
     A thread reads four words. A quarter of a warp, whose stores to shared memory go in one pass,
-    covers two or four rows: within the 128-byte swizzle, one row's numbers take only every second
-    or fourth bank.
+    covers two or four rows, because the numbers of one row take only every second or fourth of the
+    16-byte chunks that the 128-byte swizzle permutes.
     """
     rows = units * piece
 
