@@ -3,12 +3,11 @@
     python examples/engine.py            the trace of the page table, then the check
     python examples/engine.py --quiet    the check alone
 
-The model is a Llama-style decoder with random weights, so what it says means nothing; that it says
-the same with and without a cache, token for token, means that pages, masks and positions are right.
-The engine knows what real ones know: prompts come in chunks beside sequences that decode, a
-sequence that ends gives its pages back, others take them, prompts that begin with the same pages
-share them, and where no sequence finds a page any more the youngest gives up its own and comes
-again later. ``serve.py`` puts an HTTP server in front of it.
+The model is a Llama-style decoder with random weights, so its answers mean nothing. But equal
+answers with and without a cache, token for token, show that pages, masks and positions are right.
+As in real engines, chunks of prompts share steps with decoding sequences, sequences that end give
+their pages back, and prompts with a common prefix share its pages. If no sequence gets a page, the
+youngest one gives up its pages and starts again later. ``serve.py`` is an HTTP server for it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Decoder:
         self.head = matrix(WIDTH, VOCABULARY)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """Return the logits of packed tokens; ``attend(layer, q, k, v)`` is all that mixes them."""
+        """Return the logits of packed tokens; only ``attend(layer, q, k, v)`` mixes tokens."""
         x = self.embedding[tokens]
         for number, layer in enumerate(self.layers):
             qkv = (rms_norm(x, (WIDTH,)) @ layer["qkv"]).unflatten(1, (-1, HEAD_DIM))
@@ -71,7 +70,7 @@ class Decoder:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of numbers by angles that grow with the position (RoPE)."""
+    """Rotate pairs of numbers by angles that grow with the position (RoPE)."""
     half = HEAD_DIM // 2
     angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -80,7 +79,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def without_cache(model: Decoder, prompt: list[int], most: int) -> list[int]:
-    """Generate greedily, and compute everything anew for every token."""
+    """Generate greedily without a cache: every token recomputes the whole sequence."""
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -129,13 +128,13 @@ class Engine:
         self.users = [0] * pages
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        # full pages of prompts by all the tokens up to their end
+        # full pages of prompts, by all tokens up to the end of the page
         self.known: dict[tuple[int, ...], int] = {}
         self.steps = self.shared_steps = self.reused = self.preempted = 0
         self.given: list[int] = [0] * pages
 
     def fits(self, request: Request) -> bool:
-        """Say whether the cache could hold a request if it had all pages."""
+        """Return whether the cache could hold a request alone."""
         # the last token of an answer is never written
         return len(request.prompt) + request.most - 1 <= self.pages * PAGE
 
@@ -146,14 +145,14 @@ class Engine:
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, wherever it stands; its pages are free at once."""
+        """Drop a waiting or running request; its pages are free at once."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
             self.release(request)
 
     def preempt(self) -> None:
-        """Let the youngest request give up its pages, and compute its tokens anew later."""
+        """Take the pages of the youngest request, which recomputes its tokens later."""
         request = self.running[-1]
         self.release(request)
         request.cached, request.pages = 0, []
@@ -161,7 +160,7 @@ class Engine:
         self.preempted += 1
 
     def take(self, request: Request, tokens: int) -> bool:
-        """Give a request pages for its first so many tokens; False if there are too few."""
+        """Give a request pages for its first ``tokens`` tokens; False if too few are free."""
         wanted = -(-tokens // PAGE) - len(request.pages)
         if wanted > len(self.free):
             return False
@@ -174,7 +173,7 @@ class Engine:
         return True
 
     def admit(self, request: Request) -> None:
-        """Start with the pages of an equal beginning, if another sequence holds them."""
+        """Let a request share the pages of its prefix, if another sequence holds them."""
         full = (len(request.prompt) - 1) // PAGE
         for count in range(1, full + 1):
             page = self.known.get(tuple(request.prompt[: count * PAGE]))
@@ -190,12 +189,12 @@ class Engine:
             if self.users[page] == 0:
                 self.free.append(page)
                 self.known = {key: p for key, p in self.known.items() if p != page}
-                # whoever reads it before it is written anew gets NaN
+                # a read before the next write gives NaN
                 self.caches[:, :, page] = float("nan")
         self.running.remove(request)
 
     def plan(self) -> list[tuple[Request, int]]:
-        """Choose requests and how many tokens of each: those that decode first, then prompts."""
+        """Choose requests and their numbers of tokens: decoding ones first, then prompts."""
         budget, chosen = TOKENS_PER_STEP, []
         while self.waiting and len(self.running) < SEQUENCES_PER_STEP and self.free:
             request = self.waiting.pop(0)
@@ -211,10 +210,7 @@ class Engine:
         return chosen
 
     def step(self) -> list[Request]:
-        """Run the model once over the chosen tokens of all chosen requests.
-
-        Return those that have a new token.
-        """
+        """Run the model once over the chosen tokens; return the requests that got a new one."""
         chosen = self.plan()
         while not chosen:
             if len(self.running) < 2:
@@ -255,10 +251,10 @@ class Engine:
         lengths: list[int],
         slots: Tensor,
     ) -> Attention:
-        """Return what the model's layers call: write the new keys, then attend to the pages."""
+        """Return the function that the model's layers call: write new keys, then attend."""
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         shared = self.common_pages([request for request, _ in chosen])
-        # rows of unequal length; what follows the last page is never read
+        # rows of unequal length; entries after the last page are not read
         most = max(len(request.pages) for request, _ in chosen)
         rows = [request.pages + [-1] * (most - len(request.pages)) for request, _ in chosen]
         table = torch.tensor(rows, dtype=torch.int32)
@@ -292,7 +288,7 @@ class Engine:
 
     @staticmethod
     def common_pages(requests: list[Request]) -> list[int]:
-        """Return the pages that all requests begin with, if it is worth it, and that are full."""
+        """Return the full pages with which all requests begin, if there are several requests."""
         if len(requests) < 2:
             return []
         common = []
@@ -321,7 +317,7 @@ class Engine:
 
 
 def make_requests(seed: int = 0) -> list[Request]:
-    """Twelve prompts of 1 to 61 tokens; those of five begin with the same two pages and a bit."""
+    """Make twelve prompts of 1 to 61 tokens; five begin with the same two pages and 3 tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:

@@ -6,16 +6,16 @@
 =================  ==============================================================================
 ``POST /generate`` ``prompt``, a list of tokens; ``max_tokens``, 16 by default; ``stream``. The
                    answer is ``{"tokens": [...]}``; with ``stream``, server-sent events: one
-                   ``{"token": n}`` for each token as it comes, then ``{"tokens": [...]}``
-``GET /health``    how many requests wait and run, and how many pages are free
+                   ``{"token": n}`` per token, then ``{"tokens": [...]}``
+``GET /health``    the numbers of waiting and running requests, and of free pages
 =================  ==============================================================================
 
-Requests join the batch of the next step and leave it with their last token. A client that goes away
-takes its request along, and its pages are free at once. A request that the cache could never hold
-is refused (413), and so is one that would wait behind too many (503).
+Requests join the batch of the next step and leave it with their last token. If a client
+disconnects, its request is dropped and its pages are free at once. A request that the cache could
+never hold is refused (413), and so is one that finds the queue full (503).
 
-A step runs in a thread beside the event loop, which hands requests and tokens over between steps.
-The model is that of ``engine.py``, with random weights.
+A step runs in a thread of its own; the event loop exchanges requests and tokens between steps. The
+model is the one of ``engine.py``, with random weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
 import torch
 
 MAX_WAITING = 1000
-# how often a request that waits for its whole answer looks whether its client is still there
+# seconds between checks that a client is still connected
 PATIENCE = 0.2
 
 
@@ -63,7 +63,7 @@ engine = load_engine()
 
 
 class Refused(Exception):
-    """A request that is not taken, with the status that says why."""
+    """A refused request, with its HTTP status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -71,21 +71,21 @@ class Refused(Exception):
 
 
 class Batcher:
-    """Steps of an engine, as long as there are requests; what is asked of it between two steps."""
+    """Runs steps of an engine while there are requests, and exchanges requests between steps."""
 
     def __init__(self, pages: int, max_waiting: int = MAX_WAITING) -> None:
         self.engine = engine.Engine(engine.Decoder(), pages=pages)
         self.max_waiting = max_waiting
         self.names = itertools.count()
         self.answers: dict[Any, asyncio.Queue[int | RuntimeError | None]] = {}
-        # taken over by the next step
+        # for the engine, before its next step
         self.new: list[Any] = []
         self.gone: list[Any] = []
         self.work = asyncio.Event()
         self.failed: Exception | None = None
 
     def submit(self, prompt: list[int], most: int) -> Any:
-        """Take a request, or say why not."""
+        """Take a request, or raise ``Refused``."""
         if self.failed is not None:
             raise Refused(500, f"the engine has failed: {self.failed}")
         request = engine.Request(f"{next(self.names)}", prompt, most)
@@ -102,13 +102,13 @@ class Batcher:
         return request
 
     def forget(self, request: Any) -> None:
-        """Drop a request that nobody waits for any more; one that is done is not there."""
+        """Drop a request whose client is gone, if it is not done."""
         if self.answers.pop(request, None) is not None:
             self.gone.append(request)
             self.work.set()
 
     async def run(self) -> None:
-        """Serve until cancelled. Where a step fails, everybody who waits is told."""
+        """Serve until cancelled. If a step fails, all waiting requests get an error."""
         try:
             while True:
                 await self.work.wait()
@@ -116,7 +116,7 @@ class Batcher:
                 if not self.engine.waiting and not self.engine.running:
                     self.work.clear()
                     continue
-                # a step that has begun ends, and its tokens are handed on
+                # cancelling waits for a running step
                 answered = await asyncio.shield(asyncio.to_thread(self.step))
                 for request in answered:
                     self.hand_on(request)
@@ -126,7 +126,7 @@ class Batcher:
                 queue.put_nowait(RuntimeError(f"the engine has failed: {error}"))
 
     def take_over(self) -> None:
-        """Let the engine know what came since the last step; none runs meanwhile."""
+        """Pass new and dropped requests to the engine; no step runs meanwhile."""
         for request in self.new:
             self.engine.add(request)
         for request in self.gone:
@@ -147,7 +147,7 @@ class Batcher:
                 del self.answers[request]
 
     async def tokens(self, request: Any, http: HttpRequest) -> AsyncIterator[int]:
-        """Yield the tokens of an answer as they come, until its end or until the client goes."""
+        """Yield the tokens of an answer until it ends or the client disconnects."""
         queue = self.answers[request]
         while not await http.is_disconnected():
             try:
@@ -162,7 +162,7 @@ class Batcher:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events of an answer; when they end, for whatever reason, so does the request."""
+    """Server-sent events of an answer; however they end, the request is dropped."""
 
     def __init__(self, batcher: Batcher, request: Any, http: HttpRequest) -> None:
         self.batcher, self.request = batcher, request
@@ -186,7 +186,7 @@ class Stream(StreamingResponse):
 
 
 def check(body: Any) -> tuple[list[int], int, bool]:
-    """Return what a request asks for, or say what is wrong."""
+    """Return prompt, max_tokens and stream of a request, or raise ``Refused``."""
     if not isinstance(body, dict) or (unknown := body.keys() - {"prompt", "max_tokens", "stream"}):
         what = sorted(unknown) if isinstance(body, dict) else type(body).__name__
         raise Refused(400, f"an object of prompt, max_tokens and stream is expected, got {what}")

@@ -3,14 +3,15 @@
     python examples/speculative.py            what each step drafts and accepts, then the check
     python examples/speculative.py --quiet    the check alone
 
-A small draft model proposes a tree: after the last token its best few, after each of those again.
-The model verifies the whole tree in one call of ``paged_attn_func``, whose ``tree_mask`` lets each
-drafted token see its ancestors alone. The path on which every token is what the model says is
-accepted, and one token more, so that the answer is that of greedy decoding, token for token. Keys
-and values of the accepted path move to where the path's positions lie; the rest is overwritten.
+A small draft model proposes a tree: its best few tokens after the last one, and again after each of
+those. The model verifies the whole tree in one call of ``paged_attn_func``, whose ``tree_mask``
+lets each drafted token see only its ancestors. The path whose tokens all agree with the model is
+accepted, and the model's next token after it, so the answer is that of greedy decoding, token for
+token. The keys and values of the accepted path move to the slots of its positions; the rest is
+overwritten.
 
-The models are the random decoder of ``engine.py``; the draft is the model with a little noise in
-its weights, so that it is often right and sometimes not.
+The model is the random decoder of ``engine.py``; the draft model has a little noise in its weights,
+so it is often right and sometimes wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ engine = load_engine()
 
 
 class Tree(NamedTuple):
-    """Tokens, each behind its parent; the first is the last token of the sequence."""
+    """Tokens, each after its parent; the root is the last token of the sequence."""
 
     tokens: list[int]
     parents: list[int]
@@ -79,11 +80,11 @@ class Cached:
         self.table = order.to(torch.int32)[None]
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return where the keys of positions lie in the cache."""
+        """Return the cache slots of positions."""
         return self.table[0, positions // PAGE].long() * PAGE + positions % PAGE
 
     def __call__(self, tree: Tree, cached: int) -> Tensor:
-        """Return the logits of new tokens behind ``cached`` ones, and write their keys there."""
+        """Write the keys of new tokens after ``cached`` ones, and return the tokens' logits."""
         count = len(tree.tokens)
         slots = self.slots(cached + torch.arange(count))
         starts, lengths = (
@@ -97,11 +98,11 @@ class Cached:
             bounds = count, cached + count
             return paged_attn_func(q, *cache, self.table, starts, lengths, *bounds, tree_mask=rows)
 
-        # a token stands as deep as its path, wherever its key lies
+        # the position of a token is its depth, not its slot
         return self.model(torch.tensor(tree.tokens), cached + torch.tensor(tree.depths), attend)
 
     def keep(self, cached: int, path: list[int]) -> None:
-        """Move the keys of the accepted path to where its positions lie."""
+        """Move the keys of the accepted path to the slots of its positions."""
         source = self.slots(cached + torch.tensor(path))
         target = self.slots(cached + torch.arange(len(path)))
         for cache in self.caches:
@@ -110,7 +111,7 @@ class Cached:
 
 
 def chain(tokens: list[int]) -> Tree:
-    """Return tokens that follow each other."""
+    """Return a tree without branches."""
     return Tree(tokens, [*range(-1, len(tokens) - 1)], [*range(len(tokens))])
 
 
@@ -128,13 +129,13 @@ def draft(model: Cached, last: int, cached: int) -> Tree:
                 tree.parents.append(parent)
                 tree.depths.append(tree.depths[parent] + 1)
         level = children
-    # the keys of the last level, too
+    # writes the keys of the last level
     model(tree, cached)
     return tree
 
 
 def accept(tree: Tree, logits: Tensor) -> tuple[list[int], int]:
-    """Return the path on which every token is what the model says, and what it says behind it."""
+    """Return the longest path whose tokens agree with the model, and the model's next token."""
     said = logits.argmax(-1).tolist()
     path = [0]
     while True:
@@ -151,8 +152,8 @@ def accept(tree: Tree, logits: Tensor) -> tuple[list[int], int]:
 def speculate(
     model: Cached, drafter: Cached, prompt: list[int], most: int, *, quiet: bool
 ) -> tuple[list[int], int]:
-    """Return the answer to a prompt, and in how many steps it was verified."""
-    # all but the prompt's last token, whose step drafts behind it
+    """Return the answer to a prompt, and the number of verification steps."""
+    # all but the prompt's last token, which is the root of the first tree
     for one in (model, drafter):
         for begin in range(0, len(prompt) - 1, 64):
             one(chain(prompt[begin : min(begin + 64, len(prompt) - 1)]), begin)

@@ -31,7 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def append(x: AppendTensors, options: AppendOptions) -> None:
-    """Write new keys and values after those of their sequences; rotate keys and queries."""
+    """Write new keys and values after the cached ones; rotate keys and queries."""
     with torch.no_grad():
         batch = len(x.cache_seqlens)
         starts = x.cache_seqlens.to(torch.int64)[:, None]

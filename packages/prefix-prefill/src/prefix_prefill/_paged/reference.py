@@ -202,7 +202,7 @@ def attend(
 def seen_keys(x: Tensors, which: str, b: int, first: int, last: int, context: int) -> Tensor:
     """Return keys or values ``first`` to ``last`` of sequence ``b`` in fp32, times their scale.
 
-    Keys from ``context`` on are new: those of the tokens of ``q``.
+    Keys from ``context`` on are new: the keys of the tokens of ``q``.
     """
     cache, fresh, descale = (
         (x.k_cache, x.k, x.k_descale) if which == "k" else (x.v_cache, x.v, x.v_descale)

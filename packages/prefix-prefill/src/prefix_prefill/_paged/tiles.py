@@ -211,7 +211,7 @@ _MOST_SPLITS = 128
 
 
 def words_of(x: Tensors) -> str:
-    """Return "fp8", "int8" or "int4" for a cache that is read in words of 32 bits, else ""."""
+    """Return "fp8", "int8" or "int4" for a cache that is read in words of numbers, else ""."""
     cache = x.k_cache
     if cache.element_size() > 1 or cache.dtype == x.q.dtype or is_packed(cache):
         return ""

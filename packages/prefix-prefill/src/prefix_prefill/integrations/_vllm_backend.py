@@ -100,7 +100,7 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
 @dataclass
 class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
-    """What the layers of a step share.
+    """The metadata of a step, which its layers share.
 
     Attributes:
         num_actual_tokens: the tokens of the step, without the padding after them.

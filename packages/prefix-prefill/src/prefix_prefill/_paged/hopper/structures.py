@@ -1,6 +1,7 @@
 """Structures of the Hopper kernels; see ``portable/parameters.py``.
 
-The host passes those of the first part. The entry regroups them by the warps that read them.
+The host passes the structures of the first part, field by field. The entry regroups the fields by
+the warps that read them.
 """
 
 from typing import Any, NamedTuple

@@ -51,7 +51,7 @@ def is_looked_up(
     MASKED: tl.constexpr,
     EACH: tl.constexpr = 1,
 ):
-    """Return which entries of the page table a step reads: those with keys of the walk."""
+    """Return which entries of the page table a step reads: only entries with keys of the walk."""
     lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     if PAGE > 0 and PAGE % BLOCK == 0:
         wanted = step < steps  # every tile has one page, and keys of the walk
