@@ -70,10 +70,7 @@ def check_fp8_cache(k_cache: Tensor) -> None:
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor) -> CacheSizes:
-    """Check shapes, dtypes and devices of a cache; return its sizes.
-
-    The head dimension of values is not checked.
-    """
+    """Check shapes, except ``head_dim_v``, dtypes and devices of a cache; return its sizes."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
     k_shape, v_shape = k_cache.shape, v_cache.shape

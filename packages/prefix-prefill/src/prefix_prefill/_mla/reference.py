@@ -70,10 +70,9 @@ def mla_attention_reference(
 
 
 def attend(x: MlaTensors, options: MlaOptions, at_once: int | None = None) -> tuple[Tensor, Tensor]:
-    """Attend sequence by sequence; both results are in the dtype of the computation.
+    """Attend sequence by sequence, ``at_once`` queries at a time, by default all of a sequence.
 
-    Rows outside every sequence get out 0 and lse -inf. ``at_once`` is the number of queries that
-    are computed at a time; by default all of a sequence.
+    Both results are in the dtype of the computation. Padding rows get out 0 and lse -inf.
     """
     dtype, page = compute_dtype(x.q), x.kv_cache.shape[1]
     out = x.q.new_zeros(x.out.shape, dtype=dtype)

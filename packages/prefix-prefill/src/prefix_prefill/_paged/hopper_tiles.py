@@ -47,21 +47,15 @@ class HopperTile:
         return 1 if pack == group else self.rows // pack + 1
 
     def registers(self, wideners: int) -> int:
-        """Return the registers per thread at the start.
-
-        Next to the MMA warpgroups run the wideners, or one warp that copies if ``wideners`` is 0.
-        """
+        """Return the registers per thread at the start; without ``wideners`` one warp copies."""
         return hopper_registers(self.warpgroups - 1 + max(wideners, 1))
 
 
 @functools.cache
 def hopper_tile(head_dim: int, words: str = "", is_tall: bool = False) -> HopperTile:
-    """Return the tile for sequences with many queries.
+    """Return the tile for sequences with many queries; for ``words`` see ``words_of``.
 
-    Args:
-        head_dim: of queries, keys and values.
-        words: what the cache holds: see ``words_of``.
-        is_tall: three MMA warpgroups, if the head dimension allows them: see ``is_worth_tall``.
+    ``is_tall``: three MMA warpgroups, if the head dimension allows them: see ``is_worth_tall``.
     """
     width = padded_head_dim(head_dim)
     if width <= 64 and is_tall:
@@ -91,14 +85,8 @@ def is_worth_tall(tokens: int, batch: int, packs: int, rows: int, processors: in
     """Return whether tiles of three MMA warpgroups take less time than tiles of two.
 
     A step of three warpgroups gathers the same keys for more rows, but fewer, larger tiles fill the
-    last wave worse. The choice changes no bit: a row visits the same keys in the same order.
-
-    Args:
-        tokens: queries of all sequences; the estimate assumes sequences of equal length.
-        batch: sequences.
-        packs: tiles per range of tokens: one for each pack of heads.
-        rows: tokens of a warpgroup.
-        processors: SMs of the GPU.
+    last wave worse. The choice changes no bit: a row visits the same keys in the same order. The
+    estimate assumes ``batch`` sequences of equal length; ``rows`` are the tokens of a warpgroup.
     """
     batch = max(batch, 1)
     length = cdiv(tokens, batch)

@@ -90,10 +90,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _written(starts: Tensor, tokens: int, skip_decode: bool) -> Tensor:
-    """Return which rows a drop-in writes, bool ``[tokens]``.
-
-    They are the rows of sequences, with ``skip_decode`` of sequences with several queries.
-    """
+    """Return the mask ``[tokens]`` of rows of sequences; ``skip_decode``: with several queries."""
     token = torch.arange(tokens, device=starts.device)
     written = (token >= starts[0]) & (token < starts[-1])
     if skip_decode:

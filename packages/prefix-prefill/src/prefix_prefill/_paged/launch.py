@@ -99,10 +99,7 @@ class AttentionPlan:
     """Launcher of the calls with one signature; it depends on no data and on no token count."""
 
     def __init__(self, x: Tensors, options: Options, is_kept: bool = False) -> None:
-        """Prepare calls like ``x``, whose tensors are aligned (see ``aligned``).
-
-        ``is_kept``: the launcher will be reused.
-        """
+        """Prepare calls like ``x``, with aligned tensors; ``is_kept``: the launcher is reused."""
         self.options = options
         device, dtype = x.q.device, x.q.dtype
         platform = detect(device)

@@ -129,15 +129,11 @@ def attend(
     decode_from_cache: bool = False,
     at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend sequence by sequence; both results are in the dtype of the computation.
+    """Attend sequence by sequence, ``at_once`` queries at a time, by default all of a sequence.
 
-    Rows outside every sequence get out 0 and lse -inf. Arguments that :func:`paged_attn_func` does
-    not have:
-
-    - ``positions``: the key index to which the masks of each row are aligned. By default the last
-      query of a sequence is aligned to its last key. With positions, slopes are per row.
-    - ``skip_decode``: rows of sequences with one query get 0 and -inf, too.
-    - ``at_once``: compute this many queries at a time; by default all of a sequence.
+    Both results are in the dtype of the computation. Padding rows get out 0 and lse -inf, with
+    ``skip_decode`` also the rows of sequences with one query. ``positions`` are the keys to which
+    the masks of rows are aligned, by default the last ones; with them, slopes are per row.
     """
     dtype = compute_dtype(q)
     out = q.new_zeros((*q.shape[:2], head_dim_of_values(k_cache, v_cache)), dtype=dtype)

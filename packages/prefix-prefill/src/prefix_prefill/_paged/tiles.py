@@ -232,10 +232,7 @@ def long_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool 
 def short_tile(
     platform: Platform, head_dim: int, itemsize: int, group: int, words: str = ""
 ) -> Tile:
-    """Return the tile for sequences with few queries: decoding, and verifying of drafts.
-
-    ``words`` is what the cache holds; see ``words_of``.
-    """
+    """Return the tile for few queries (decoding, drafts); for ``words`` see ``words_of``."""
     narrow = _SHORT_OF_WORDS.get(words, {})
     table = narrow if family_of(platform, itemsize) in narrow else _SHORT
     tile = find_tile(table, platform, head_dim, itemsize)
@@ -257,10 +254,7 @@ def tree_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool 
 
 
 def short_tokens(group: int) -> int:
-    """Return the most queries of a sequence that runs the short tile.
-
-    It depends on ``group`` only, so a sequence is computed the same way in every batch.
-    """
+    """Return the most queries of a sequence that runs the short tile, whatever its batch."""
     return max(1, MIN_TILE // group)
 
 
@@ -273,15 +267,10 @@ def processors(platform: Platform) -> int:
 def choose_splits(
     units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int, words: str = ""
 ) -> int:
-    """Return the number of splits: parts into which the keys of every sequence are cut.
+    """Return the number of splits for ``units`` programs, or 1.
 
-    Args:
-        units: programs without splits.
-        is_short: whether they run the short tile, of which an SM holds several programs.
-        steps: tiles of keys of the longest sequence.
-        scratch_bytes: size of the partial results of one split.
-        processors: SMs of the GPU.
-        words: what the cache holds; see ``words_of``.
+    ``steps`` are the tiles of keys of the longest sequence, ``scratch_bytes`` the partial results
+    of one split. An SM holds several programs of a short tile, as many as ``words`` allow.
     """
     resident, waves = processors, 1
     if is_short:

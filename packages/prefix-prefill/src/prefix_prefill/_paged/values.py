@@ -66,19 +66,11 @@ def check_pages(
     skip_decode: bool = False,
     own_keys: bool = False,
 ) -> None:
-    """Check how many keys each sequence has, and the pages that its queries may see.
+    """Check the number of keys of each sequence, and the pages from its first visible key on.
 
-    Args:
-        starts: ``cu_seqlens_q`` as a list.
-        lengths: ``seqlens_k`` as a list.
-        firsts: the first key that a query of each sequence may see.
-        block_table: as in :func:`paged_attn_func`.
-        sizes: sizes of the cache.
-        has_new: the call has ``k`` and ``v`` of the queries' tokens.
-        max_seqlen_k: the largest allowed length; None: no bound.
-        decode_from_cache: the key of a sequence's only query is read from the cache.
-        skip_decode: sequences with one query are not checked.
-        own_keys: a sequence has at least as many keys as queries.
+    ``has_new``: the call has keys of the queries' tokens, but with ``decode_from_cache`` not of
+    sequences with one query, which ``skip_decode`` does not check. ``own_keys``: a sequence has at
+    least as many keys as queries.
     """
     room = block_table.shape[1] * sizes.block_size
     table = block_table.tolist()
@@ -110,10 +102,7 @@ def check_entry(name: str, entry: int, count: int, count_name: str) -> None:
 
 
 def check_trees(starts: list[int], tree_mask: Tensor) -> None:
-    """Check that an entry of ``tree_mask`` has only bits of new tokens of its own sequence.
-
-    No sequence has more new tokens than an entry has bits: ``check_tree_size`` sees to that.
-    """
+    """Check that an entry has only bits of its own sequence's new tokens, at most 64."""
     rows = tree_mask.tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
         queries = end - start

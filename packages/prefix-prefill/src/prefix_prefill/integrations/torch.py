@@ -133,15 +133,7 @@ def _attend(
     backend: int | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """Compute one call with the arguments of the operators; ``cu_seq_k`` is not used.
-
-    Returns:
-        ``(out, lse, random state)``, or only the LSE if ``out`` is given.
-
-    Raises:
-        ValueError: If ``seqused_k`` is missing, or if values have another head dimension than
-            queries and no ``out`` is given.
-    """
+    """Compute a paged call; return ``(out, lse, random state)``, or the LSE if ``out`` is given."""
     if block_table is None or seqused_k is None:
         raise ValueError("seqused_k must be given with block_table: [batch] int32, got None")
     if out is None and value.shape[-1] != query.shape[-1]:

@@ -27,10 +27,7 @@ class CacheForm:
     def __init__(
         self, k_cache: Tensor, v_cache: Tensor, block_n: int = 1, in_words: bool = False
     ) -> None:
-        """Describe a cache that is read in tiles of ``block_n`` keys.
-
-        ``in_words``: read it in words of 16 bits, if strides and alignment allow it.
-        """
+        """Describe a cache that is read in tiles of ``block_n`` keys, and in words if it can be."""
         self.k = k = key_strides(k_cache)
         self.v = v = value_strides(k_cache, v_cache)
         self.page = cache_sizes(k_cache).block_size

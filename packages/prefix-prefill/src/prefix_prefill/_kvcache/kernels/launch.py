@@ -159,10 +159,7 @@ class RowPlan:
     """Launcher of attention over rows with one signature."""
 
     def __init__(self, x: RowTensors, options: RowOptions, is_kept: bool = False) -> None:
-        """Prepare calls like ``x``, whose queries are aligned (see ``aligned``).
-
-        ``is_kept``: the launcher will be reused.
-        """
+        """Prepare calls like ``x``, with aligned queries; ``is_kept``: the launcher is reused."""
         self._batch = len(x.cache_seqlens)
         self._seqlen_q = len(x.q) // max(1, self._batch)
         self._has_table = x.block_table is not None

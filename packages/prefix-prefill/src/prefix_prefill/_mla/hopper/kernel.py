@@ -114,10 +114,7 @@ def _hand_over(factors, pipeline):
 
 @gluon.jit
 def _store(o, factors, work, results, COLUMN: gl.constexpr, TILE: gl.constexpr):
-    """Store half of the columns of the output, or of the partial result of a split.
-
-    ``factors`` are 0 for fully masked rows.
-    """
+    """Store half of the columns of a result; ``factors`` are 0 for fully masked rows."""
     ROWS: gl.constexpr = TILE.ROWS
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     # a fully masked row gets 0, even if the values are NaN

@@ -25,10 +25,7 @@ def _find_sequence(cu_seqlens_q_ptr, slot, batch, TILE: gl.constexpr):
 
 @gluon.jit
 def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr):
-    """Return the ``Work`` of a program: see ``locate`` in the portable kernel.
-
-    All warps of a program call it before the barriers are made.
-    """
+    """Return a program's ``Work`` (see ``locate``); all warps call it before barriers are made."""
     GROUP: gl.constexpr = TILE.GROUP
     ROWS: gl.constexpr = TILE.ROWS
     batch, splits = counts.batch, counts.splits
@@ -80,10 +77,7 @@ def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
 
 @gluon.jit
 def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TILE: gl.constexpr):
-    """Copy columns of a tile of keys, whose pieces begin at ``rows``.
-
-    Keys from ``last`` on are not read; they become zeros.
-    """
+    """Copy columns of a tile, whose pieces begin at ``rows``; keys from ``last`` on are zeros."""
     PIECE: gl.constexpr = TILE.PIECE
     for i in gl.static_range(TILE.BLOCK_N // PIECE):
         size = gl.maximum(gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE), 0)

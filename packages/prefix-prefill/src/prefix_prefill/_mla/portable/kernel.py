@@ -309,10 +309,7 @@ def mla_write_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """``kv_cache[slot // PAGE, slot % PAGE] = [kv_c, k_pe] / scale``, ``slot`` of each token.
-
-    A program writes a block of tokens.
-    """
+    """``kv_cache[slot // PAGE, slot % PAGE] = [kv_c, k_pe] / scale`` for a block of tokens."""
     TILE: tl.constexpr = MlaWriteTile(
         PAGE, HEAD_DIM_V, ROTARY, ROW_BYTES, FP8_MAX, BLOCK_T, BLOCK_V, BLOCK_R
     )

@@ -23,14 +23,7 @@ class HopperPlan:
     """Launcher of the long tile for the calls that ``takes_hopper`` accepts, with one signature."""
 
     def __init__(self, x: Tensors, options: Options, portable: TilePlan, is_kept: bool) -> None:
-        """Prepare calls like ``x``.
-
-        Args:
-            x: tensors of the first call.
-            options: of all calls.
-            portable: launcher for the same sequences, used if the portable kernel is faster.
-            is_kept: the launcher will be reused.
-        """
+        """Prepare calls like ``x``; ``portable`` runs splits, ``is_kept``: it is reused."""
         self.portable, self.least = portable, portable.least
         self._ticket = kept_ticket if is_kept else new_ticket
         group = portable.group

@@ -115,10 +115,7 @@ def _copy_piece(key, row, desc, seen, full, memory, HAS_LEFT: gl.constexpr, PIEC
 def _copy_pages(
     begin, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr
 ):
-    """Copy the tile of one head that begins at key ``begin``, piece by piece.
-
-    Pages are ``page_rows`` rows apart. ``pages`` has no page number for a piece without keys.
-    """
+    """Copy the tile of one head that begins at key ``begin``, piece by piece."""
     PIECE: gl.constexpr = TILE.PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
     index = gl.arange(0, LANES, pages.type.layout)  # [LANES]

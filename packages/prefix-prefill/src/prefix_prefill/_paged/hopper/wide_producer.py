@@ -111,10 +111,7 @@ def _page_of(unit, UNITS: gl.constexpr):
 
 @gluon.jit
 def _look_up(first, seen, entries, stride_page, LAYOUT: gl.constexpr, TILE: gl.constexpr):
-    """Return the page number of each unit of the part that begins at unit ``first``, ``[units]``.
-
-    Units without a visible key read none.
-    """
+    """Return the page of each unit from ``first`` on, ``[units]``; units without keys read none."""
     UNITS: gl.constexpr = LAYOUT.shape[0]
     PIECE: gl.constexpr = LAYOUT.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
@@ -127,10 +124,7 @@ def _look_up(first, seen, entries, stride_page, LAYOUT: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def _read(first, pages, cache, seen, LAYOUT: gl.constexpr, TILE: gl.constexpr):
-    """Read the part of one head that begins at unit ``first``, words ``[units, piece, words]``.
-
-    Keys that no row sees are zeros.
-    """
+    """Read units from ``first`` on, ``[units, piece, words]``; keys that no row sees are zeros."""
     UNITS: gl.constexpr = LAYOUT.shape[0]
     PIECE: gl.constexpr = LAYOUT.shape[1]
     WIDTH: gl.constexpr = LAYOUT.shape[2]
@@ -204,10 +198,7 @@ def _bring_new(
 def _bring(
     work, turn, halves, inputs, SIDES: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
-    """Bring the keys or values (or both) that a tile of queries sees, tile by tile.
-
-    Return the running count of tiles.
-    """
+    """Bring the keys, values or both that a tile of queries sees; return the count of tiles."""
     N: gl.constexpr = TILE.BLOCK_N
     STORED: gl.constexpr = halves[0].cache.ptr.dtype.element_ty
     NUMBERS: gl.constexpr = _numbers_of_word(STORED)

@@ -187,8 +187,7 @@ def paged_kernel(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, of a tile of rows or of a split of their keys.
 
-    ``k`` and ``v`` are keys and values in the pages of a cache, followed by new ones in dense
-    tensors.
+    ``k`` and ``v`` are in the pages of a cache, followed by new ones in dense tensors.
     """
     TILE: tl.constexpr = Tile(
         HEAD_DIM,

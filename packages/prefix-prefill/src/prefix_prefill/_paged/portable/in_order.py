@@ -40,10 +40,7 @@ def load_keys(
 
 @triton.jit
 def load_values(vectors, rows, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load values as ``[BLOCK, BLOCK_D]`` without a mask on slots.
-
-    ``rows`` are the offsets of the first slot of each run of slots.
-    """
+    """Load values as ``[BLOCK, BLOCK_D]``; ``rows`` are the offsets of the runs of slots."""
     RUN: tl.constexpr = LAYOUT.SLOT_RUN
     RUNS: tl.constexpr = rows.shape[0]
     SIDES: tl.constexpr = COLUMNS.BLOCK_D // _SIDE

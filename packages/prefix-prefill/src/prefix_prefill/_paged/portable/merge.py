@@ -62,10 +62,7 @@ def split_merge_kernel(
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``out = sum_i exp(lse_i - lse) out_i`` with ``lse = log(sum_i exp(lse_i))``, over splits i.
-
-    A program merges some rows of a tile.
-    """
+    """``out = sum_i exp(lse_i - lse) out_i``, ``lse = log(sum_i exp(lse_i))``, over splits i."""
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
     TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK, OVERLAP)
     pid = tl.program_id(0)

@@ -128,10 +128,7 @@ def positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE: tl.constexpr):
 
 @triton.jit
 def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
-    """Return the ALiBi slope of each row, or None.
-
-    Slopes are per head, per sequence and head, or, with positions, per token and head.
-    """
+    """Return the ALiBi slope of each row, or None; positions need slopes per token and head."""
     if alibi_slopes_ptr is not None:
         if positions_ptr is not None:
             of = rows.token_64

@@ -49,17 +49,7 @@ class TilePlan:
         most: int,
         has_any: bool | None,
     ) -> None:
-        """Prepare calls like ``x``.
-
-        Args:
-            x: tensors of the first call.
-            options: of all calls.
-            tile: size of the tile.
-            least: fewest queries of a sequence.
-            most: most queries of a sequence.
-            has_any: a bool makes a short tile; False, one that only fills padding. None makes a
-                long tile.
-        """
+        """Prepare calls; ``has_any``: None is a long tile, False a short one that only fills."""
         self.tile, self.num_splits, self.least = tile, options.num_splits, least
         self.is_short = has_any is not None
         self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
