@@ -23,45 +23,19 @@ def attention(x: Tensors, options: Options) -> None:
     queries come from different sequences, which share their keys.
     """
     with torch.no_grad():
-        block_table, cu_seqlens_q, seqlens_k = x.block_table, x.cu_seqlens_q, x.seqlens_k
         if options.long_only:
-            first, last = cu_seqlens_q.tolist()
-            cu_seqlens_q = torch.arange(first, last + 1, dtype=torch.int32)
-            block_table = block_table.expand(last - first, -1)
-            seqlens_k = seqlens_k.expand(last - first)
-        result, result_lse = (
-            attend_by_law(x, options)
-            if options.invariant
-            else attend(
-                x.q,
-                x.k_cache,
-                x.v_cache,
-                x.k,
-                x.v,
-                block_table,
-                cu_seqlens_q,
-                seqlens_k,
-                x.alibi_slopes,
-                x.sinks,
-                x.q_descale,
-                x.k_descale,
-                x.v_descale,
-                x.k_scale_cache,
-                x.v_scale_cache,
-                options.softmax_scale,
-                options.window_left,
-                options.window_right,
-                options.softcap,
-                positions=x.positions,
-                tree_mask=x.tree_mask,
-                signed_alibi=options.signed_alibi,
-                skip_decode=options.skip_decode,
-                decode_from_cache=options.decode_from_cache,
-                at_once=ROWS,
+            first, last = x.cu_seqlens_q.tolist()
+            x = x._replace(
+                block_table=x.block_table.expand(last - first, -1),
+                cu_seqlens_q=torch.arange(first, last + 1, dtype=torch.int32),
+                seqlens_k=x.seqlens_k.expand(last - first),
             )
-        )
+        if options.invariant:
+            result, result_lse = attend_by_law(x, options)
+        else:
+            result, result_lse = attend(x, options, at_once=ROWS)
         result = round_output(result, x.out.dtype, x.out_scale)
-        starts = cu_seqlens_q.to(torch.int64)
+        starts = x.cu_seqlens_q.to(torch.int64)
         token = torch.arange(x.q.shape[0], device=x.q.device)
         written = (token >= starts[0]) & (token < starts[-1])
         if options.fill_padding:

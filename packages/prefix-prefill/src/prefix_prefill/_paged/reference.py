@@ -16,7 +16,7 @@ from .._cache.checks import check_kv_dtype, stored_view
 from .._cache.layout import gather_pages, head_dim_of_values, is_packed
 from .._cache.scales import check_scale_caches
 from .._linked.host.arguments import MAX_WINDOW
-from .call import Tensors
+from .call import Options, Tensors
 from .checks import check_reference, check_tree
 from .options import check_options
 
@@ -75,25 +75,25 @@ def paged_attention_reference(
     if tree_mask is not None:
         check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
         options = options._replace(window_right=-1)
-    result, lse = attend(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        block_table,
-        cu_seqlens_q,
-        seqlens_k,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        k_scale_cache,
-        v_scale_cache,
-        *options[:4],
+    x = Tensors.of(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seqlens_k=seqlens_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
         tree_mask=tree_mask,
     )
+    result, lse = attend(x, options)
     dtype = out_dtype_of(q, out, out_scale)
     result = round_output(result, dtype, out_scale)
     if out is not None:
@@ -101,57 +101,31 @@ def paged_attention_reference(
     return (result, lse) if return_lse else result
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    k_scale_cache: Tensor | None,
-    v_scale_cache: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    *,
-    positions: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    signed_alibi: bool = False,
-    skip_decode: bool = False,
-    decode_from_cache: bool = False,
-    at_once: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(x: Tensors, options: Options, at_once: int | None = None) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence, ``at_once`` queries at a time, by default all of a sequence.
 
     Both results are in the dtype of the computation. Padding rows get out 0 and lse -inf, with
     ``skip_decode`` also the rows of sequences with one query. ``positions`` are the keys to which
     the masks of rows are aligned, by default the last ones; with them, slopes are per row.
     """
+    q, positions = x.q, x.positions
     dtype = compute_dtype(q)
-    out = q.new_zeros((*q.shape[:2], head_dim_of_values(k_cache, v_cache)), dtype=dtype)
+    out = q.new_zeros((*q.shape[:2], head_dim_of_values(x.k_cache, x.v_cache)), dtype=dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
-    starts, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
+    starts, lengths = x.cu_seqlens_q.tolist(), x.seqlens_k.tolist()
     for b, seqlen_k in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         seqlen_q = rows.stop - rows.start
-        if seqlen_q == 0 or (skip_decode and seqlen_q == 1):
+        if seqlen_q == 0 or (options.skip_decode and seqlen_q == 1):
             continue
-        dense = k is not None and not (decode_from_cache and seqlen_q == 1)
+        dense = x.k is not None and not (options.decode_from_cache and seqlen_q == 1)
         context = seqlen_k - seqlen_q if dense else seqlen_k
         if positions is None:
             position = torch.arange(seqlen_q, device=q.device) + (seqlen_k - seqlen_q)
         else:
             position = positions[rows].to(torch.int64)
-        tree = None if tree_mask is None else tree_mask[rows]
-        mask = _Mask(position, seqlen_k, window_left, window_right, tree)
+        tree = None if x.tree_mask is None else x.tree_mask[rows]
+        mask = _Mask(position, seqlen_k, options.window_left, options.window_right, tree)
         size = seqlen_q if at_once is None else at_once
         spans = {start: mask.span(start, start + size) for start in range(0, seqlen_q, size)}
         seen = [span for span in spans.values() if span.start < span.stop]
@@ -160,11 +134,11 @@ def attend(
         last = max((span.stop for span in seen), default=0)
         parts: list[Tensor] = []
         for cache, fresh, descale, scales in (
-            (k_cache, k, k_descale, k_scale_cache),
-            (v_cache, v, v_descale, v_scale_cache),
+            (x.k_cache, x.k, x.k_descale, x.k_scale_cache),
+            (x.v_cache, x.v, x.v_descale, x.v_scale_cache),
         ):
-            where = block_table[b], first, min(last, context)
-            part = unpacked(_cached(cache, *where, is_packed(k_cache)))
+            where = x.block_table[b], first, min(last, context)
+            part = unpacked(_cached(cache, *where, is_packed(x.k_cache)))
             part = scaled(part, _of_sequence(descale, b), dtype)
             if scales is not None:
                 part = part * _cached(scales, *where, False).to(dtype)[..., None]
@@ -172,10 +146,10 @@ def attend(
                 new = fresh[rows][max(first - context, 0) : max(last - context, 0)]
                 part = torch.cat([part, new.to(dtype)])
             parts.append(part)
-        slopes = alibi_slopes
+        slopes = x.alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b] if positions is None else slopes[rows].T
-        queries = scaled(q[rows], _of_sequence(q_descale, b), dtype)
+        queries = scaled(q[rows], _of_sequence(x.q_descale, b), dtype)
         for start, keys in spans.items():
             some = slice(start, min(start + size, seqlen_q))
             own = slice(max(keys.start - first, 0), max(keys.stop - first, 0))
@@ -187,10 +161,10 @@ def attend(
                 mask.rows(some.start, some.stop)[:, keys],
                 position[some] - keys.start,
                 slopes if slopes is None or slopes.ndim == 1 else slopes[:, some],
-                sinks,
-                softmax_scale,
-                softcap,
-                signed_alibi,
+                x.sinks,
+                options.softmax_scale,
+                options.softcap,
+                options.signed_alibi,
             )
     return out, lse
 
