@@ -12,6 +12,7 @@ from torch import Tensor
 from .._cache.kernels.addressing import CacheForm, row_strides
 from .._linked.host.forms import interpreted
 from .._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
+from .._paged.launch import MAX_TOKENS, is_writable
 from .._paged.portable.merge import split_merge_kernel
 from .._paged.portable.parameters import Schedule, SplitMergePointers, SplitMergeTile
 from .._paged.portable.tile_launch import MERGE_NUMBERS, count_processors
@@ -22,7 +23,6 @@ from .portable.kernel import mla_kernel, mla_write_kernel
 from .portable.parameters import MlaStrides, MlaTile, MlaWriteTile
 from .tiles import mla_tile, takes_hopper_mla
 
-MAX_TOKENS = 2**31 - 1
 # tokens that a program writes
 BLOCK_T = 8
 # small tensors that must be contiguous for the kernels
@@ -31,7 +31,7 @@ _DENSE = ("cu_seqlens_q", "seqlens_k", "q_descale", "kv_descale")
 
 def launch_mla(x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int, options: MlaOptions) -> None:
     """Run the attention operator on checked inputs; see ``ops.py`` for its schema."""
-    out = x.out if _is_writable(x.out) else x.out.new_empty(x.out.shape)
+    out = x.out if is_writable(x.out) else x.out.new_empty(x.out.shape)
     given = x._replace(q=aligned(x.q), out=out)
     MlaAttentionPlan(given, options).run(given, max_seqlen_q, max_seqlen_k)
     if out is not x.out:
@@ -40,12 +40,8 @@ def launch_mla(x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int, options: Mla
 
 def plan_of(x: MlaTensors, options: MlaOptions) -> MlaAttentionPlan | None:
     """Return a launcher for calls like ``x``, or None if tensors have to be copied first."""
-    fits = is_aligned(x.q) and _is_writable(x.out)
+    fits = is_aligned(x.q) and is_writable(x.out)
     return MlaAttentionPlan(x, options) if fits else None
-
-
-def _is_writable(out: Tensor) -> bool:
-    return is_aligned(out) and min(out.stride()) > 0
 
 
 class MlaLaunch(Protocol):

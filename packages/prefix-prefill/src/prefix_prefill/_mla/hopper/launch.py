@@ -8,15 +8,13 @@ from torch import Tensor
 from ..._cache.kernels.addressing import row_strides
 from ..._linked.hopper.tma import MapForm, MapLaunch
 from ..._linked.launch.runtime import Launch
-from ..._paged.hopper.launch import as_rows
+from ..._paged.hopper.launch import WARP, WARPGROUP, as_rows
 from ..._paged.tiles import copied_keys, rows_of_page
 from ..call import MlaOptions, MlaTensors
 from ..tiles import HOPPER_TILE
 from .fp8 import mla_fp8_kernel
 from .kernel import HALF, REST, mla_kernel
 from .structures import Arguments, Strides, Tile, WideStrides
-
-WARP, WARPGROUP = 32, 128
 
 
 class HopperLaunch:
