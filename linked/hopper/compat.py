@@ -1,7 +1,7 @@
-"""Gluon of Triton 3.6 to 3.9: the one place that knows how their names differ.
+"""Gluon of Triton 3.6 to 3.9: the only module that knows how their names differ.
 
 Gluon is Triton's lower-level language, with explicit layouts, barriers and asynchronous copies.
-Only kernels for Hopper are written in it. Importing this module fails where Triton has none.
+Only the Hopper kernels use it. The import of this module fails if Triton has no Gluon.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 aggregate = getattr(gluon, "aggregate", None) or _core._aggregate
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
-else:  # 3.6 has it in the builder alone
+else:  # 3.6 has it only in the builder
     from triton._C.libtriton import ir as _ir
     from triton.experimental.gluon.language._core import builtin as _builtin
 

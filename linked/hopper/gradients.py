@@ -10,8 +10,8 @@ ROWS = gl.constexpr(64)
 def add_to_memory(pointer, values):
     """Add a warpgroup's ``[64, N]`` accumulator to memory, in the order of its registers.
 
-    From the slowest to the fastest: panel of eight columns, warp, row of eight, pair of columns,
-    half of the warp's sixteen rows, column. A thread adds four neighbours, a warp 512 bytes.
+    From slowest to fastest: group of eight columns, warp, row of eight, pair of columns, half of
+    the warp's sixteen rows, column. A thread adds four neighbouring numbers, a warp 512 bytes.
     """
     PANELS: gl.constexpr = values.shape[1] // 8
     values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
@@ -31,7 +31,7 @@ def add_to_memory(pointer, values):
 
 @gluon.jit
 def in_rows(values):
-    """Return a warpgroup's ``[64, N]`` accumulator in the same order, as rows of 32 numbers."""
+    """Return the accumulator in the order of ``add_to_memory``, as rows of 32 numbers."""
     PANELS: gl.constexpr = values.shape[1] // 8
     values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
     return gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [16 * PANELS, 32])

@@ -1,13 +1,13 @@
-"""Turns: whoever adds to the same memory does so in a fixed order, told by a counter in memory.
+"""Additions to the same memory in a fixed order, kept by a counter in memory.
 
-The counter says how many have added. Whoever comes ``n``-th waits until it has reached n, adds,
-waits until the sums have arrived, and raises it by one. All functions are for a single warp, which
-adds here and there, and never twice with the same counter, or, where they take ``WARPS`` or are
-told so, for several.
+The counter holds the number of programs that have added. Program ``n`` waits until the counter is
+n, adds, waits until its sums have arrived, and raises the counter by one. A function is called by
+one warp, which adds to several places but once per counter; functions with ``WARPS`` are called by
+that many warps.
 
-A wait ends only if those ahead run or are done. So programs take their numbers as they begin
-(``take_number``), and a program waits for lower numbers alone: the lowest that is not done waits
-for nobody. No order in which a GPU starts programs, and no number of multiprocessors, is relied on.
+A wait ends only if the awaited programs run or are done. So a program takes its number as it begins
+(``take_number``) and waits for lower numbers only: the lowest unfinished program waits for none.
+This needs no particular start order of programs and no minimum of multiprocessors.
 """
 
 from .compat import gl, gluon
@@ -24,7 +24,7 @@ def take_number(counter):
 def await_turn(counter, turn, WARPS: gl.constexpr = 1):
     """Wait until a counter in memory has reached ``turn``.
 
-    What was added before it was raised is there then, for TMA, too.
+    Additions made before the counter was raised are then visible, also to TMA.
     """
     LANES: gl.constexpr = 32 * WARPS
     lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [LANES]
@@ -52,7 +52,7 @@ def await_turn(counter, turn, WARPS: gl.constexpr = 1):
 
 @gluon.jit
 def ask(counter):
-    """Begin to read a counter; return what it says, ``[32]``, for ``pass_turn``."""
+    """Begin to read a counter; return its value, ``[32]``, for ``pass_turn``."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];",
@@ -66,11 +66,11 @@ def ask(counter):
 
 @gluon.jit
 def pass_turn(counter, count, following, turn):
-    """Raise a counter once all that the warp added by TMA has arrived, then await the next turn.
+    """Raise a counter once the warp's TMA additions have arrived, then await the next turn.
 
-    The warp's next additions want the counter ``following`` to have reached ``turn``. It is read
-    again if it was not that far when it was asked for its ``count``. One fence releases these
-    additions and acquires what comes before the next.
+    The warp's next additions must wait until the counter ``following`` has reached ``turn``;
+    ``count`` is its value as read by ``ask``, and it is read again if that is lower. One fence
+    releases these additions and acquires those that precede the next ones.
     """
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
     gl.inline_asm_elementwise(
@@ -110,9 +110,9 @@ def pass_turn(counter, count, following, turn):
 
 @gluon.jit
 def raise_counter(counter, WARPS: gl.constexpr):
-    """Raise a counter once threads that met at a barrier, among them these, have added.
+    """Raise a counter after a barrier at which all adding threads, these among them, have met.
 
-    Behind the barrier, the first thread's fence releases what all of them added.
+    After that barrier, the first thread's fence releases the additions of all of them.
     """
     lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [32 * WARPS]
     gl.inline_asm_elementwise(
@@ -135,17 +135,17 @@ def raise_counter(counter, WARPS: gl.constexpr):
 
 @gluon.jit
 def end_turn(counter, number, WARPS: gl.constexpr):
-    """Raise a counter once so many warps, which meet at a named barrier, have added."""
+    """Meet ``WARPS`` warps at a named barrier after their additions, then raise the counter."""
     barrier_sync(number, 32 * WARPS, WARPS)
     raise_counter(counter, WARPS)
 
 
 @gluon.jit
 def let_next_launch_begin():
-    """Say that the next launch may begin beside this one, as soon as all programs have said so.
+    """Allow the next launch to overlap with this one once all programs have called this.
 
-    It does if it is launched for that (programmatic dependent launch), and has to wait for what it
-    reads itself.
+    It overlaps only if launched with programmatic dependent launch, and must itself wait for the
+    data that it reads.
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;",

@@ -1,10 +1,10 @@
-"""What producer and consumers of the Hopper kernels share: barriers and the order of tiles.
+"""Barriers and the order of tiles, shared by producers and consumers of the Hopper kernels.
 
 The kernels are persistent and warp-specialised. A program stays on its multiprocessor and takes
 tiles from a counter until none is left. One producer warp copies tiles into shared memory by TMA,
-and two or three consumer warpgroups multiply them by wgmma. They meet at mbarriers. What happens
-once per tile of keys uses named barriers (``bar.sync``, ``bar.arrive``; the hardware has sixteen),
-at which a warp arrives without waiting for the rest of its warpgroup.
+and two or three consumer warpgroups multiply them by wgmma. They meet at mbarriers. Signals per
+tile of keys use named barriers (``bar.sync``, ``bar.arrive``; the hardware has sixteen), at which a
+warp arrives without waiting for the rest of its warpgroup.
 """
 
 from .compat import gl, gluon, mbarrier
@@ -15,7 +15,7 @@ NEG_INF = gl.constexpr(float("-inf"))
 
 # rows of a ragged tensor map, which clips at the end of any sequence; see ``coordinates``
 RAGGED_ROWS = gl.constexpr(1 << 30)
-# how many tiles the producer may be ahead, and the numbers that describe a tile
+# tiles that the producer may announce in advance, and the numbers that describe a tile
 SLOTS = gl.constexpr(2)
 FIELDS = gl.constexpr(8)
 FIRST_ROW = gl.constexpr(0)
@@ -24,7 +24,7 @@ SEQUENCE = gl.constexpr(2)
 Q_START = gl.constexpr(3)
 LEN_Q = gl.constexpr(4)
 LEN_K = gl.constexpr(5)
-# named barriers; Triton takes the first ones for itself
+# the first named barriers of the ping-pong turns and of freed stages; Triton uses those below
 TURN = gl.constexpr(5)
 EMPTY = gl.constexpr(8)
 SEARCH_CHUNK = gl.constexpr(128)
@@ -63,8 +63,8 @@ def barrier_arrive_after(sums, number, THREADS: gl.constexpr):
     """Arrive at a named barrier once ``sums``, two numbers a thread, are computed.
 
     ptxas keeps the order of barriers and of waits for wgmma, but moves arithmetic across them.
-    Without this, most of a softmax ends up behind the wait that it should run ahead of. So the
-    barrier's number depends on the sums as far as ptxas can tell; no sum has those bits.
+    Without this, most of a softmax ends up after the wait that it should precede. So the barrier's
+    number depends on the sums as far as ptxas can tell; no sum has the bits that change it.
     """
     gl.inline_asm_elementwise(
         """
@@ -98,11 +98,11 @@ def barrier_arrive_after(sums, number, THREADS: gl.constexpr):
 
 @gluon.jit
 def opaque(number):
-    """Return a number that ptxas knows nothing about, by a shuffle.
+    """Return a number by a shuffle, so that ptxas can derive nothing from it.
 
-    ptxas keeps what it derives from a number, such as a buffer's address, in uniform registers. The
-    one of Triton 3.6 reused a register that was set ahead of a loop after that loop had been
-    skipped. What a shuffle returns has to be computed again.
+    ptxas keeps values derived from a number, such as a buffer's address, in uniform registers. The
+    ptxas of Triton 3.6 reused a register that was set before a loop after that loop had been
+    skipped. Values derived from a shuffle's result have to be computed again.
     """
     one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))  # [1]
     taken = gl.inline_asm_elementwise(
@@ -121,9 +121,9 @@ def locate(ticket, batch, heads, tiles, span, last, BALANCE: gl.constexpr):
     """Return ``(block, sequence, head)`` of a tile of queries of fixed-length sequences.
 
     Under a causal mask the walks over keys differ in length. ``BALANCE`` starts the longest first,
-    within as many heads (``span``) as the L2 cache holds. The last section has ``last`` heads, at
-    most twice as many, so that no small rest remains. Without ``BALANCE``, neighbours are blocks of
-    one head.
+    within sections of as many heads (``span``) as the L2 cache holds. The last section has ``last``
+    heads, at most twice ``span``, so that no small rest remains. Without ``BALANCE``, neighbouring
+    tickets are blocks of one head.
     """
     if BALANCE:
         first = ticket // (span * tiles) * span
@@ -155,7 +155,7 @@ def key_tiles(
     """Return ``(low, left, right, high)``: the tiles of keys that a block of queries sees.
 
     Some row sees part of the tiles ``[low, high)``, and every row sees all of ``[left, right)``.
-    There is always at least one tile, and the last one counts as masked: the walk begins with it.
+    There is always at least one tile. The walk begins with the last one, which counts as masked.
     """
     diagonal = len_k - len_q
     last_row = gl.minimum(first_row + BLOCK_M, len_q) - 1
@@ -178,10 +178,10 @@ def key_tiles(
 
 @gluon.jit
 def coordinates(sequence, head, start, size, row, RAGGED: gl.constexpr):
-    """Return where row ``row`` of a sequence lies in a tensor map of five dimensions.
+    """Return the coordinates of row ``row`` of a sequence in a tensor map of five dimensions.
 
     TMA reads rows beyond the map as zeros and does not write them. A fixed-length map has the
-    dimensions ``[1, batch, heads, tokens, head_dim]``. A ragged one has ``[x, y, heads, 2**30,
+    dimensions ``[1, batch, heads, tokens, head_dim]``. A ragged map has ``[x, y, heads, 2**30,
     head_dim]``: its row dimension ends where the sequence ends, and the first two dimensions move
     it there with strides that cancel modulo 2**64 bytes.
     """
@@ -194,14 +194,14 @@ def coordinates(sequence, head, start, size, row, RAGGED: gl.constexpr):
 
 @gluon.jit
 def field(fields, NUMBER: gl.constexpr):
-    """Return one of the numbers that describe a tile; each thread holds all of them."""
+    """Return one number of a tile's description; each thread holds the whole description."""
     index = gl.arange(0, FIELDS, fields.type.layout)  # [FIELDS]
     return gl.sum(gl.where(index == NUMBER, fields, 0), 0)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, PARTIES: gl.constexpr):
-    """Make ``COUNT`` mbarriers, each of which waits for ``PARTIES`` arrivals."""
+    """Make ``COUNT`` mbarriers that wait for ``PARTIES`` arrivals each."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=PARTIES)

@@ -2,8 +2,8 @@
 
 from .compat import gl, gluon, is_sanitized
 
-# How much larger than its pivot a base-2 logit may be. The pivot is an earlier maximum: sums are
-# rescaled only where the exponentials would become large.
+# How much larger than its pivot a base-2 logit may be. The pivot is an earlier maximum; sums are
+# rescaled only where exponentials would become large.
 SLACK = gl.constexpr(8.0)
 
 
@@ -11,8 +11,8 @@ SLACK = gl.constexpr(8.0)
 def hide_unless(s, low, high):
     """Return ``s`` where ``low <= high``, and -inf elsewhere.
 
-    Each comparison is followed by its select. If all comparisons come first, ptxas runs out of
-    predicates and keeps them as bits, which takes five instructions a number.
+    Each comparison is followed by its select. If all comparisons came first, ptxas would run out of
+    predicates and keep them as bits, at five instructions per number.
     """
     if is_sanitized():
         s = gl.where(low <= high, s, float("-inf"))
@@ -36,7 +36,7 @@ def hide_unless(s, low, high):
 
 @gluon.jit
 def drop_below(p, draw, threshold):
-    """Return ``p`` where ``draw >= threshold``, as unsigned numbers, and 0 elsewhere.
+    """Return ``p`` where ``draw >= threshold``, compared unsigned, and 0 elsewhere.
 
     Each comparison is followed by its select, as in ``hide_unless``.
     """
@@ -58,7 +58,7 @@ def drop_below(p, draw, threshold):
 
 @gluon.jit
 def in_pairs(p):
-    """Return probabilities packed two to a register; loops carry them one by one otherwise."""
+    """Return probabilities packed two to a register; otherwise loops carry one per register."""
     if not is_sanitized():
         p = gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2
@@ -74,7 +74,7 @@ def _numbers_in_shrink(width):
 
 @gluon.constexpr_function
 def _text_of_shrink(count):
-    """Return PTX: multiply ``count`` numbers of two rows unless a warp's factors are all 1."""
+    """Return PTX: multiply ``count`` numbers of two rows unless all factors of a warp are 1."""
     lines = [
         ".reg .pred here, there;",
         f"setp.neu.f32 here, ${2 * count}, 0f3F800000;",
@@ -96,7 +96,7 @@ def _operands_of_shrink(count):
 
 @gluon.jit
 def shrink(o, alpha):
-    """Multiply the rows of ``o`` by factors that are mostly 1; a warp skips it if all are."""
+    """Multiply the rows of ``o`` by factors that are mostly 1; a warp skips this if all are 1."""
     COUNT: gl.constexpr = _numbers_in_shrink(o.shape[1])
     TEXT: gl.constexpr = _text_of_shrink(COUNT)
     OPERANDS: gl.constexpr = _operands_of_shrink(COUNT)

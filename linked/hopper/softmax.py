@@ -32,8 +32,8 @@ def logits_of(
     elif HAS_ALIBI:
         s = s * (scale * LOG2E)
     if HAS_ALIBI:
-        # a distance's integer would take longer than the exponential, so it is the difference of
-        # two in fp32, to and from the tile's first key; opaque, or all tiles' would be kept
+        # an integer distance would take longer than the exponential, so it is the difference of two
+        # fp32 numbers relative to the tile's first key; opaque, or those of all tiles would be kept
         slope *= LOG2E
         cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) + (opaque(first) - first)
         far = (rows - first)[:, None].to(gl.float32) * slope  # [ROWS, 1]
@@ -52,9 +52,9 @@ def hide(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Hide the keys that a row does not see; row 0 is the one that faces key 0."""
+    """Hide the keys that a row does not see; rows and keys count on one axis."""
     if HAS_LEFT:
-        # two limits of each row would take registers
+        # two limits per row in ``hide_unless`` would take more registers
         if HAS_RIGHT:
             visible = cols[None, :] <= gl.minimum(rows + window_right, len_k - 1)[:, None]
         else:
@@ -77,9 +77,9 @@ def row_sums(e):
 
 @gluon.jit
 def pivot_of(m):
-    """Return the pivots of rows with the maxima ``m``: -inf - -inf is NaN, so they are finite.
+    """Return finite pivots of rows with the maxima ``m``: -inf - -inf would be NaN.
 
-    FpSan has no infinity. To it -inf may be the largest number, and then is as good a pivot.
+    FpSan has no infinity, so there -inf is a usable pivot.
     """
     if not is_sanitized():
         m = gl.where(m == NEG_INF, 0.0, m)
@@ -90,17 +90,17 @@ def pivot_of(m):
 def start_softmax(s, factor, FLOOR: gl.constexpr):
     """Return maxima, partial sums and exponentials of the first tile of keys.
 
-    A row whose maximum, to base 2, is no more than ``FLOOR`` sees none of them.
+    A row whose base-2 maximum is at most ``FLOOR`` sees no key of the tile.
     """
     m = gl.max(s, 1) * factor
-    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+    # a row that has seen no key yet needs a finite pivot: -inf - -inf is NaN
     e = gl.exp2(s * factor - gl.where(m <= FLOOR, 0.0, m)[:, None])
     return m, row_sums(e), e
 
 
 @gluon.jit
 def finish_softmax(m, l, head, is_padding, sinks_ptr):
-    """Return the first three of ``close_softmax``, with a sink of each head if there are any."""
+    """Return the first three results of ``close_softmax``, with a sink per head if given."""
     sink = None
     if sinks_ptr is not None:
         sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
@@ -111,10 +111,9 @@ def finish_softmax(m, l, head, is_padding, sinks_ptr):
 
 @gluon.jit
 def close_softmax(m, l, sink):
-    """Return ``[ROWS]`` each: the factor of the output, whether no key was seen, the LSE.
+    """Return ``[ROWS]`` each: output factor, whether the row is fully masked, LSE, sink weight.
 
-    ``sink`` is None, or the logit to base 2 of a key whose value is not in the output; its weight
-    is returned last.
+    ``sink`` is None or the base-2 logit of a sink, a key without a value.
     """
     sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     shrink = 1.0
@@ -126,9 +125,9 @@ def close_softmax(m, l, sink):
         of_sink = gl.exp2(sink - pivot)
         sums = sums * shrink + of_sink
         m = top
-    # rows that saw no key: output 0, lse -inf
+    # fully masked rows: output 0, lse -inf
     empty = sums == 0.0
     safe = gl.where(empty, 1.0, sums)
     lse = gl.where(empty, NEG_INF, (m + gl.log2(safe)) * LN2)
-    # both weights by the sum: exponentials of a large LSE have its rounding for a factor
+    # divide both by the sum: an exponential of a large LSE would multiply them by its rounding
     return shrink / safe, empty, lse, of_sink / safe

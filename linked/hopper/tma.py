@@ -1,8 +1,8 @@
 """Tensor maps for TMA, Hopper's copy engine, and launches that encode each map once.
 
-A map says where a tensor lies and how. Triton's launcher searches all arguments of a call for maps
-and has the driver encode each, which takes a third of the host's time for a call. Tensors from
-PyTorch's allocator mostly lie where earlier ones did, so maps are kept by address.
+A map holds a tensor's address and layout. Triton's launcher searches all arguments of a call for
+maps and has the driver encode each, which takes a third of the host's time for a call. PyTorch's
+allocator mostly reuses addresses, so encoded maps are kept by address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .pipeline import RAGGED_ROWS
 # coordinates of a ragged tensor map; see ``pipeline.coordinates``
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_STRIDE = 1 << 34
-# addresses at which the maps of one form are remembered
+# addresses for which a form keeps encoded maps
 MAX_KNOWN = 256
 
 # whether this thread has used a GPU
@@ -33,17 +33,17 @@ _thread = threading.local()
 
 
 class TensorMap(TensorDescriptor):  # type: ignore[misc]
-    """A tensor and its map, as an argument of a launch beside tensors."""
+    """A tensor and its map, as an argument of a launch."""
 
     def __init__(self, base: Tensor, form: MapForm) -> None:
-        # in place of the base class's, whose checks take longer than a launch: ``MapForm`` made
-        # shape and strides, and its tensors are aligned
+        # no super().__init__(): its checks take longer than a launch. ``MapForm`` made shape and
+        # strides, and its tensors are aligned
         self.base = base
         self.form = form
-        # what the driver made of it for a tensor that lay there; see ``EncodedLaunch``
+        # the encoded map of an earlier tensor at this address; see ``EncodedLaunch``
         self.encoded = form.encoded.get(base.data_ptr())
 
-    # what Triton reads of a map where a kernel is compiled or a map encoded
+    # what Triton reads to compile a kernel or to encode the map
 
     @property
     def shape(self) -> list[int]:  # type: ignore[override]
@@ -74,11 +74,11 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
 
     @property
     def public(self) -> TensorDescriptor:
-        """The same map, as Triton's own class makes it."""
+        """The same map as an object of Triton's own class."""
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, self.layout)
 
     def keep(self, encoded: list[Any]) -> None:
-        """Remember an encoded map for whatever tensor of the form lies there."""
+        """Keep an encoded map for later tensors of the form at the same address."""
         known = self.form.encoded
         if len(known) >= MAX_KNOWN:
             known.clear()
@@ -88,11 +88,11 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
 class MapForm:
     """How tensors of one form are mapped.
 
-    Tensors of one form differ in data alone or, packed, in the number of tokens too.
+    Tensors of one form differ only in data and, if packed, in the number of tokens.
 
     Args:
         x: a tensor of the form, ``[batch, tokens, heads, width]`` or ``[tokens, heads, width]``.
-        rows: rows of a box, of all its heads.
+        rows: rows of a box, over all its heads.
         columns: columns of a box.
         ragged: clip at the end of any sequence of a packed tensor; see ``pipeline.coordinates``.
         heads: heads of a box.
@@ -121,26 +121,26 @@ class MapForm:
         self.encoded: dict[int, list[Any]] = {}
 
     def __call__(self, x: Tensor) -> TensorMap:
-        """Map a tensor of the form, or a copy of it if TMA cannot read it where it is."""
+        """Map a tensor of the form, or a copy of it if TMA cannot read it in place."""
         return self.kind(self.base_of(x), self)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether tensors of the form are mapped where they are, and no copies of them."""
+        """Whether tensors of the form are mapped without a copy."""
         return not self._copies
 
     def base_of(self, x: Tensor) -> Tensor:
-        """Return what is mapped of a tensor of the form: itself, or a copy."""
+        """Return the tensor that is mapped: ``x`` itself or a copy."""
         return x.clone(memory_format=torch.contiguous_format) if self._copies else x
 
 
 def is_mappable(x: Tensor) -> bool:
-    """Return whether TMA can read a tensor where it is: aligned, and nowhere expanded."""
+    """Return whether TMA can read a tensor in place: aligned and nowhere expanded."""
     return is_aligned(x) and min(_strides(x)) > 0
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Return strides of batch, head and token; of dimensions of size 1, those of a dense tensor."""
+    """Return strides of batch, head and token; dimensions of size 1 get a dense tensor's stride."""
     *sizes, width = x.shape
     strides = list(x.stride()[:-1])
     dense = width
@@ -203,9 +203,9 @@ class MapLaunch(Launch):
 
 
 class MappingLaunch(MapLaunch):
-    """A launch that maps its first tensors itself, by a form each, or None: passed as it is.
+    """A launch that maps its first tensors itself, each by its ``MapForm``; None: not mapped.
 
-    Of tensors that lie where earlier ones did, no map is made again.
+    A tensor at a known address needs no new map.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class MappingLaunch(MapLaunch):
         self._is_in_place = all(form is None or form.is_in_place for form in forms)
 
     def _mapped(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the tensors with maps in place of those that have a form."""
-        bases: dict[int, Tensor] = {}  # a tensor may have several maps, and its copy too
+        """Return the arguments, with a map instead of each tensor that has a form."""
+        bases: dict[int, Tensor] = {}  # a tensor, or its copy, may have several maps
         mapped: list[Any] = []
         for form, x in zip(self._forms, tensors, strict=False):
             if form is None:
@@ -248,17 +248,20 @@ class MappingLaunch(MapLaunch):
 
 
 def wake(device: torch.device) -> None:
-    """Use the GPU in this thread: the driver makes no maps in one that has not, as autograd's."""
+    """Use the GPU in this thread: the driver encodes maps only in threads that have used it.
+
+    Autograd's threads may not have.
+    """
     if device.type == "cuda" and not getattr(_thread, "is_awake", False):
         torch.zeros(1, device=device)
         _thread.is_awake = True
 
 
 def encode_once(kernel: CompiledKernel) -> None:
-    """Let the launches of a compiled kernel ask its maps for what Triton would encode.
+    """Let the launches of a compiled kernel use encoded maps instead of encoding them again.
 
-    Triton 3.6 to 3.9 keep the launcher that takes encoded maps within the function that encodes
-    them. A later one may keep it elsewhere: then that function stays, and maps are encoded anew.
+    In Triton 3.6 to 3.9 the launcher that takes encoded maps is a closure variable of the function
+    that encodes them. If a later version keeps it elsewhere, maps are encoded in every launch.
     """
     encoding = getattr(kernel.run, "launch", None)
     if inspect.isfunction(encoding):
@@ -273,7 +276,7 @@ def encode_once(kernel: CompiledKernel) -> None:
 
 
 class EncodedLaunch:
-    """In place of the function that encodes maps: the same launch with those that are known."""
+    """Replaces Triton's function that encodes maps; uses encoded maps that are known."""
 
     def __init__(
         self,
@@ -282,22 +285,22 @@ class EncodedLaunch:
         make: Callable[..., list[Any]],
         before: int | None,
     ) -> None:
-        """Take the launcher, what a kernel says of its maps, and how one map is made.
+        """Take the launcher, a kernel's metadata of its maps, and the function that encodes one.
 
-        ``before`` counts the arguments that are not the kernel's. Launchers that take the kernel's
-        as one last sequence (3.7 and later) have no such count.
+        ``before`` is the number of arguments before the kernel's; None if the launcher takes the
+        kernel's arguments as one last sequence (3.7 and later).
         """
         self._launcher = launcher
         self._metadata = metadata
         self._before = before
-        # 3.8 and later pass something more, which tiled maps do not need
+        # 3.8 and later take further arguments, which tiled maps do not need
         self._extra = (None,) * (len(inspect.signature(make).parameters) - 2)
         self._make = make
 
     def __call__(self, *arguments: Any) -> None:
         before = self._before
         first = arguments[-1][0] if before is None else arguments[before]
-        if not isinstance(first, TensorMap):  # all are encoded
+        if not isinstance(first, TensorMap):  # all maps are encoded
             self._launcher(*arguments)
         elif before is None:
             self._launcher(*arguments[:-1], self._encoded(arguments[-1]))
@@ -305,7 +308,7 @@ class EncodedLaunch:
             self._launcher(*arguments[:before], *self._encoded(arguments[before:]))
 
     def _encoded(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return a kernel's arguments with each map in the form in which it is passed."""
+        """Return a kernel's arguments with each map encoded."""
         encoded: list[Any] = []
         left = list(self._metadata)
         for place, argument in enumerate(arguments):
@@ -319,6 +322,6 @@ class EncodedLaunch:
                     known = self._make(argument, metadata, *self._extra)
                     argument.keep(known)
                 encoded += known
-            else:  # a map that is not given, or memory in its place
+            else:  # None or a pointer instead of a map
                 encoded.append(argument)
         return tuple(encoded)

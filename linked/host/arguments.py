@@ -1,7 +1,6 @@
-"""Checks of single arguments.
+"""Checks of single arguments: types, shapes, dtypes, strides and devices, never tensor data.
 
-Each raises with the argument's name, what was expected and what came. They look at types, shapes,
-dtypes, strides and devices alone, never at tensor data.
+Each raises with the argument's name, the expected value and the given one.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _INT64_MAX = 2**63 - 1
 
 
 def refuse_unknown(names: Iterable[str], elsewhere: Mapping[str, str]) -> NoReturn:
-    """Raise for keyword arguments that do not exist, and say what does.
+    """Raise for the first of some unknown keyword arguments, with a hint.
 
     Args:
-        names: of the arguments.
-        elsewhere: what other libraries call an argument, and what to do here.
+        names: names of the arguments.
+        elsewhere: names from other libraries, each with what to do here.
     """
     name = next(iter(names))
     hint = elsewhere.get(name)
@@ -49,15 +48,15 @@ def refuse_others(
     attention: str,
     eager: str,
 ) -> None:
-    """Raise for keywords of an adapter that are not known to leave the result as it is.
+    """Raise for keywords of an adapter that are not known to leave the result unchanged.
 
     Args:
-        others: the keywords that the adapter does not name, and their values; None and False ask
-            for nothing.
-        unsupported: what would change the result, and why it is not served.
-        ignored: what does not.
-        attention: what the adapter is called in the message.
-        eager: the implementation to load the model with instead.
+        others: keywords that the adapter does not declare, and their values; None and False are
+            accepted.
+        unsupported: keywords that would change the result, each with the reason for the refusal.
+        ignored: keywords that do not change the result.
+        attention: name of the adapter in the message.
+        eager: the implementation that the message recommends instead.
     """
     for name, value in others.items():
         if value is None or value is False:
@@ -72,7 +71,7 @@ def refuse_others(
 
 
 def one_of(**names: Tensor | None) -> Tensor | None:
-    """Return the one argument that is given, of several names for one thing."""
+    """Return the one argument that is given under any of its names."""
     given = {name: x for name, x in names.items() if x is not None}
     if len({id(x) for x in given.values()}) > 1:
         raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
@@ -80,11 +79,11 @@ def one_of(**names: Tensor | None) -> Tensor | None:
 
 
 def as_int32(x: Any) -> Any:
-    """Return offsets as the kernels take them: int64 is converted where it lies, without a wait.
+    """Return int64 offsets as int32, converted on their device without a synchronisation.
 
-    What 32 bits do not hold becomes the nearest that they do, which is out of range, too.
+    Values beyond 32 bits are clamped, and are then still out of range.
     """
-    # quickly, for it is asked in every call
+    # every call runs this: the cheapest test comes first
     if getattr(x, "dtype", None) is not torch.int64:
         return x
     return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
@@ -103,7 +102,7 @@ def check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that keys and values are of the queries' dtype and on their device, which is served."""
+    """Check that keys and values have the queries' dtype and device, and that it is supported."""
     dtype, device = q.dtype, q.device
     if k.dtype != dtype or v.dtype != dtype:
         name, x = ("k", k) if k.dtype != dtype else ("v", v)
@@ -124,7 +123,7 @@ def check_floats(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_groups(heads_q: int, heads_k: int) -> None:
-    """Check that as many heads of queries as of others share each head of keys."""
+    """Check that the same number of query heads shares each head of keys."""
     if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
         raise ValueError(
             f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
@@ -133,7 +132,7 @@ def check_groups(heads_q: int, heads_k: int) -> None:
 
 
 def check_no_gradient(name: str, x: Tensor) -> None:
-    """Check that nobody waits for a gradient that is not computed."""
+    """Check that a tensor requires no gradient, because none is computed for it."""
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{name} must not require a gradient, which is not computed; got requires_grad=True"
@@ -141,7 +140,7 @@ def check_no_gradient(name: str, x: Tensor) -> None:
 
 
 def check_offsets(name: str, x: Any, q: Tensor) -> None:
-    """Check one int32 number per sequence, or per end of one."""
+    """Check int32 lengths or offsets of sequences."""
     check_tensor(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
@@ -153,7 +152,7 @@ def check_offsets(name: str, x: Any, q: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens_q: Any, cu_seqlens_k: Any, q: Tensor) -> int:
-    """Check where packed sequences begin and end; return their number."""
+    """Check the offsets of packed sequences; return the number of sequences."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_offsets(name, x, q)
         if x.shape[0] < 1:
@@ -206,7 +205,7 @@ def check_scale(name: str, scale: float) -> float:
 
 
 def check_fp8_scale(name: str, scale: float) -> None:
-    """Check a scale of FP8 numbers, which is divided by."""
+    """Check a scale of FP8 numbers; kernels divide by it."""
     check_number(name, scale)
     if not FP32_TINY <= scale <= FP32_MAX:
         raise ValueError(
@@ -216,7 +215,7 @@ def check_fp8_scale(name: str, scale: float) -> None:
 
 
 def check_length(name: str, length: int) -> None:
-    """Check the bound of a length."""
+    """Check an upper bound of a length."""
     if not is_int(length):
         raise TypeError(f"{name} must be an int, got {kind(length)}")
     if length < 0:
@@ -259,7 +258,7 @@ def check_flag(name: str, flag: Any) -> None:
 
 
 def check_window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
-    """Check a window; return it with sizes that 32 bits hold, and -1 for None."""
+    """Check a window; return it with sizes clamped to ``MAX_WINDOW``, and -1 for None."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
     left, right = (-1 if side is None else side for side in window_size)
@@ -273,7 +272,7 @@ def check_window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
 
 
 def is_int(x: Any) -> bool:
-    """Say whether an argument is an integer, and not a bool."""
+    """Return whether an argument is an integer and not a bool."""
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
@@ -290,7 +289,7 @@ def kind(x: Any) -> str:
 def check_offset_values(
     name: str, offsets: list[int], tokens: int, max_name: str, max_seqlen: int
 ) -> None:
-    """Check offsets: they do not decrease, stay within the tokens, and no sequence is too long."""
+    """Check that offsets do not decrease, stay within the tokens, and give no too long sequence."""
     last = offsets[0]
     for i, offset in enumerate(offsets):
         if not 0 <= offset <= tokens:
@@ -308,11 +307,11 @@ def check_offset_values(
 
 
 def on_one_device(operator: Callable[..., R], elsewhere: Collection[int] = ()) -> Callable[..., R]:
-    """Return a GPU's operator that raises where its tensors are not all on one device.
+    """Return a GPU's operator that raises if its tensors are not all on one device.
 
-    PyTorch runs it if any tensor is on a GPU, and kernels take addresses. The public functions
-    check by argument; this is for those who call ``torch.ops``. ``elsewhere`` has the places of
-    arguments that the host reads, which are not compared.
+    PyTorch runs the operator if any tensor is on a GPU, and kernels take addresses. The public
+    functions check each argument; this check is for direct calls of ``torch.ops``. ``elsewhere``
+    has the positions of arguments that the host reads, which are not compared.
     """
 
     @functools.wraps(operator)

@@ -1,7 +1,6 @@
-"""The form of a call: everything its checks and its launch depend on, except the data.
+"""The signature of a call (``form`` in code): all that its checks and launch depend on but data.
 
-Two calls of one form are checked alike and launched alike, so what was worked out for the first
-serves the second. Imports torch alone.
+Calls of one form share their checks and their launcher. This module imports only torch.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from .internals import is_watched
 from .versions import asks_for_interpreter
 
 T = TypeVar("T")
-# the widest access to memory; tensors that are not aligned to it go through the operators
+# the widest access to memory; calls with tensors not aligned to it go through the operators
 ACCESS_BYTES = 16
-# read number by number: where they begin does not matter
+# dtypes that are read one number at a time, so their alignment does not matter
 INDICES = frozenset((torch.int32, torch.int64, torch.bool))
-# forms kept; a program has a few, and one that never repeats a shape would fill memory
+# forms kept: a program has a few, but one that never repeats a shape would fill memory
 LIMIT = 2048
 
 
 class Memory(Generic[T]):
-    """What was worked out for a form, for as many forms as a program is likely to have."""
+    """A cache by form; it is emptied when it holds ``limit`` entries."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -46,7 +45,7 @@ class Memory(Generic[T]):
 
 @cache
 def interpreted() -> bool:
-    """Return whether this process interprets Triton kernels; Triton decides that at its import."""
+    """Return whether this process interprets Triton kernels; Triton decides this at import."""
     return asks_for_interpreter()
 
 
@@ -56,16 +55,15 @@ def form_of(
     options: tuple[Any, ...],
     packed: bool,
 ) -> Hashable | None:
-    """Return the form of a call, or None where it has to go through the operators.
+    """Return the form of a call, or None if the call has to go through the operators.
 
-    Tensors that begin between two whole accesses to memory go that way too, but for indices.
+    That includes calls with tensors, other than indices, not aligned to ``ACCESS_BYTES``.
 
     Args:
-        tokens: tensors with a row per token. If ``packed``, the number of rows, their first size,
-            is no part of the form.
-        others: further tensors, or None for each that is not given.
-        options: what is no tensor; numbers of different types are different options.
-        packed: see ``tokens``.
+        tokens: tensors with a row per token.
+        others: further tensors; None for each that is not given.
+        options: arguments that are no tensors; equal numbers of different types differ.
+        packed: leave the number of rows of ``tokens`` out of the form.
     """
     if is_watched():
         return None
@@ -77,7 +75,7 @@ def form_of(
                 form += map(type, option)
     try:
         hash(options)
-    except TypeError:  # cannot be looked up; the checks have something to say
+    except TypeError:  # cannot be looked up; the checks will raise
         return None
     try:
         for x in tokens:
@@ -85,9 +83,9 @@ def form_of(
                 return None
             shape: tuple[int, ...] = x.shape
             if packed:
-                if not shape:  # the checks have something to say
+                if not shape:  # the checks will raise
                     return None
-                # strides between tokens matter only where there are several
+                # strides between tokens matter only if there are several tokens
                 shape = (shape[0] > 1, *shape[1:])
             dtype = x.dtype
             if x.data_ptr() % ACCESS_BYTES and dtype not in INDICES:

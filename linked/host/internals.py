@@ -1,6 +1,6 @@
-"""All that is used of PyTorch beneath its public interface, and what serves in its place.
+"""All uses of PyTorch's private interfaces, and their public replacements.
 
-The private names are read only from versions that were tested (``versions.TORCH``).
+Private names are read only from tested versions (``versions.TORCH``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .versions import TORCH, is_tested, warn_untested
 
 IS_TESTED = is_tested(torch.__version__, TORCH)
 
-# The index of the current device, and the handle of a device's current stream. PyTorch's own
-# functions first ask whether a GPU was initialised. A CPU build lacks the private ones.
+# The index of the current device, and the handle of a device's current stream. The public functions
+# first check whether a GPU was initialised. A CPU build lacks the private functions.
 current_device: Callable[[], int] = torch.cuda.current_device
 current_stream: Callable[[int], int] = lambda index: torch.cuda.current_stream(index).cuda_stream  # noqa: E731
 if IS_TESTED:
     current_device = getattr(torch._C, "_cuda_getDevice", current_device)
     current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", current_stream)
-    # what may be at work at a moment, each a name here: every call asks for all of them
+    # module-level names, since every call reads all four
     _dispatch_modes = torch._C._len_torch_dispatch_stack
     _function_modes = torch._C._len_torch_function_stack
     _transform = torch._C._functorch.peek_interpreter_stack
@@ -33,8 +33,8 @@ if IS_TESTED:
 def is_watched() -> bool:
     """Return whether something traces, transforms or intercepts PyTorch's calls at this moment.
 
-    It has to see operators then. If nothing does, an operator's boundary only costs time, except to
-    profilers, which see kernels and no operator. With an untested version the answer is yes.
+    A watched call must go through the operators. Otherwise an operator only costs time, except that
+    profilers then see the kernels but no operator. With an untested version the answer is yes.
     """
     if torch.compiler.is_compiling():
         return True
@@ -51,10 +51,10 @@ def is_watched() -> bool:
 
 
 def is_plain_tensor(x: Any) -> bool:
-    """Return whether an argument is a strided tensor that its address describes.
+    """Return whether an argument is a strided tensor that a kernel may read by its address.
 
-    Subclasses are not, nor tensors with a lazy negation bit, nor those of the older vmap, which
-    differentiates in batches: they have no storage.
+    Excluded: subclasses, tensors with a lazy negation bit, and tensors without storage, such as
+    those of the older vmap (batched gradients).
     """
     return bool(
         x.__class__ is Tensor
@@ -65,7 +65,7 @@ def is_plain_tensor(x: Any) -> bool:
 
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Raise on forward-mode differentiation: an operator without a formula would drop tangents.
+    """Raise if a tensor has a tangent: an operator without a forward-mode formula would drop it.
 
     Raises:
         NotImplementedError: if a tensor has a tangent.
@@ -96,9 +96,9 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return what applies an autograd function to plain tensors, where nothing is watched.
+    """Return a faster ``function.apply`` for plain tensors in an unwatched call.
 
-    PyTorch's own way first looks for tensors that torch.func's transforms left behind.
+    PyTorch's own ``apply`` first unwraps tensors of finished torch.func transforms.
     """
     if not IS_TESTED:
         return function.apply
@@ -106,9 +106,10 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def is_transformed() -> bool:
-    """Say whether torch.func is at work; its transforms take no formula of an operator.
+    """Return whether a torch.func transform is active; these ignore operators' derivatives.
 
-    Where that cannot be asked, outside of traces: the form that they take serves every call.
+    With an untested version the answer is yes outside of traces: an autograd function serves every
+    call there.
     """
     if not IS_TESTED:
         return not torch.compiler.is_compiling()
@@ -116,9 +117,9 @@ def is_transformed() -> bool:
 
 
 def process_group_named(name: str) -> Any:
-    """Return a process group by its name, as the operators of PyTorch find theirs.
+    """Return a process group by its name, as PyTorch's own operators do.
 
-    There is no public way, and a graph may hold a name but no group.
+    There is no public function for it, and a graph may hold a name but no group.
     """
     from torch.distributed import distributed_c10d
 

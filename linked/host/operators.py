@@ -1,4 +1,4 @@
-"""Operators of ``torch.library``: their registration, and what all derivatives have in common."""
+"""Registration of ``torch.library`` operators and of their derivatives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Implementation = Callable[..., Any]
 
 
 def free_namespace(module: str, operator: str) -> str:
-    """Return a namespace for the operators of a package, in which ``operator`` is not taken.
+    """Return a namespace for the operators of a package in which ``operator`` is not taken.
 
-    It is the name that the package was imported by. A copy that was imported by another name, as
-    the kernels of Hugging Face's hub are, has its own; one by the same name is counted.
+    It is the package's import name, so that a copy under another name, such as a kernel of Hugging
+    Face's hub, has its own. A further copy under the same name gets a number.
     """
     package = module.partition(".")[0]
     names = (f"{package}{n}" if n > 1 else package for n in itertools.count(1))
@@ -39,16 +39,16 @@ def register(
     check: Implementation | None = None,
     on_host: tuple[str, ...] = (),
 ) -> Any:
-    """Define an operator and return it, to be called.
+    """Define an operator and return it.
 
     Args:
-        operator: its name, with the namespace.
-        schema: its arguments and results.
-        fake: what traces run: results without data.
-        kernels: what GPUs run, and the CPU where kernels are interpreted.
-        eager: what the CPU runs otherwise.
-        check: raises on the CPU where a tensor holds what it may not; a trace does not come there.
-        on_host: names of tensors that are on the CPU also when the others are on a GPU.
+        operator: name with its namespace.
+        schema: arguments and results.
+        fake: implementation for traces: results without data.
+        kernels: implementation for GPUs, and for the CPU if kernels are interpreted.
+        eager: implementation for the CPU otherwise.
+        check: raises on the CPU if a tensor's data are invalid; traces do not run it.
+        on_host: names of tensors that stay on the CPU while the others are on a GPU.
     """
 
     def on_cpu(*arguments: Any) -> Any:
@@ -67,7 +67,7 @@ def register(
 
 
 def no_second_derivative(reference: str) -> Callable[..., NoReturn]:
-    """Return the derivative of a backward operator: it raises, and names what has one."""
+    """Return the derivative of a backward operator: it raises and names the reference."""
 
     def refuse(*_: Any) -> NoReturn:
         raise NotImplementedError(
@@ -79,7 +79,7 @@ def no_second_derivative(reference: str) -> Callable[..., NoReturn]:
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
-    """Refuse to push tangents forward."""
+    """Raise on forward-mode differentiation."""
     raise NotImplementedError(
         "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad) is not offered"
     )
@@ -88,20 +88,21 @@ def no_forward_mode(*_: Any) -> NoReturn:
 def differentiable(
     operator: Any, differentiate: Callable[..., Any], keep: Callable[..., None] | None = None
 ) -> Callable[..., Any]:
-    """Register the derivative of an operator, and return a function to call it by.
+    """Register the derivative of an operator, and return a function that calls the operator.
 
-    Graphs of ``torch.compile`` and ``torch.export`` hold the operator and its formula. The
-    transforms of ``torch.func`` take no formula of an operator, and get it as a function.
+    Graphs of ``torch.compile`` and ``torch.export`` hold the operator and its derivative. The
+    transforms of ``torch.func`` ignore an operator's derivative, so they get an autograd function.
 
     Args:
-        operator: what ``register`` returned.
-        differentiate: from the context and the gradients of the results to those of the arguments.
-        keep: puts away in the context what that needs. Default: nothing.
+        operator: the result of ``register``.
+        differentiate: takes the context and the gradients of the results, returns the gradients of
+            the arguments.
+        keep: saves in the context what ``differentiate`` needs. Default: nothing.
     """
     torch.library.register_autograd(operator.name(), differentiate, setup_context=keep)
 
     class Transformed(torch.autograd.Function):
-        """The operator with its derivative, as the transforms take it."""
+        """The operator and its derivative for the transforms of ``torch.func``."""
 
         generate_vmap_rule = True
 
@@ -124,9 +125,9 @@ def _keep_nothing(*_: Any) -> None:
 
 
 def may_skip_operator(*gradients: Tensor | None) -> bool:
-    """Say whether a backward pass may go past its operator.
+    """Return whether a backward pass may go past its operator.
 
-    With a graph of its own it has to be the operator, whose derivative raises.
+    Under ``create_graph`` it must use the operator, whose derivative raises.
     """
     if torch.is_grad_enabled() or is_watched():
         return False
@@ -137,7 +138,7 @@ def may_skip_operator(*gradients: Tensor | None) -> bool:
 
 
 def without_repeats(x: X) -> X:
-    """Return the tensors under several identities: dynamo refuses one as two inputs."""
+    """Return the tensors with views for repeats: dynamo refuses one tensor as two inputs."""
     several = [
         one.view_as(one) if any(one is other for other in x[:i] if one is not None) else one
         for i, one in enumerate(x)

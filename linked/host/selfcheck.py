@@ -1,4 +1,4 @@
-"""The command ``python -m <package> [check]``, but for the cases that a package checks."""
+"""The command ``python -m <package> [check]``; each package adds the cases that it checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .forms import interpreted
 
-# tells the child process, which runs the kernels in the interpreter, that versions are printed
+# marks the child process, which interprets the kernels and does not print versions again
 CHILD = "--in-this-process"
 
 
@@ -39,14 +39,14 @@ def check_gradients(
     options: dict[str, Any],
     dout: Tensor,
 ) -> bool:
-    """Judge what a function returns, and the gradients of its tensors.
+    """Judge the output of a function and the gradients of its tensors.
 
     Args:
-        name: what is checked.
-        function: called with the tensors and the options, as is the reference.
-        reference: its definition.
-        tensors: cast to the dtype of ``dout``, for the exact results to float64.
-        options: of both.
+        name: title of the check.
+        function: called with ``tensors`` and ``options``, like ``reference``.
+        reference: the reference of ``function``.
+        tensors: inputs; cast to the dtype of ``dout``, and to float64 for exact results.
+        options: keyword arguments of both.
         dout: gradient of the output.
     """
     dtype = dout.dtype
@@ -71,13 +71,14 @@ def judge(
     """Hold each result to the error budget, and print the largest share of it.
 
     Args:
-        name: what is checked.
-        dtype: of the computation.
+        name: title of the check.
+        dtype: dtype of the computation.
         got: results of the kernels.
-        eager: of the reference in ``dtype``.
-        exact: of the reference in float64.
+        eager: results of the reference in ``dtype``.
+        exact: results of the reference in float64.
     """
-    # three times eager's error, and two units in the last place of what came from three products
+    # three times eager's error plus two units in the last place; an fp32 product of three TF32
+    # products is exact to 2**-21
     unit = max(torch.finfo(dtype).eps, 2.0**-21)
     worst = 0.0
     for mine, plain, want in zip(got, eager, exact, strict=True):
@@ -102,9 +103,9 @@ def run_command(
     """Run the command line; return 0 if every check passed.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         describe: prints versions and tiles for a platform.
-        check: checks the kernels on a device.
+        check: checks the kernels on a device; returns whether all passed.
     """
     package = __name__.partition(".")[0]
     parser = argparse.ArgumentParser(
@@ -117,7 +118,7 @@ def run_command(
     )
     parser.add_argument(CHILD, action="store_true", dest="is_child", help=argparse.SUPPRESS)
     is_child = parser.parse_args(arguments).is_child
-    # a reader that has enough, such as head, ends the command without a traceback
+    # a reader that closes the pipe early, such as head, causes no traceback
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     has_gpu = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Tables of tiles, by the family of a GPU and the width of a head. Imports no torch."""
+"""Tables of tiles by GPU family and head dimension. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import TypeVar
 
 from attn_common import Platform, next_power_of_2
 
-# the interpreter and the MMA instructions take no smaller side
+# the smallest side of a tile that the interpreter and the MMA instructions take
 MIN_TILE = 16
-# and no fewer numbers of 8 bits are multiplied and added at once
+# the smallest inner dimension of an FP8 product
 MIN_FP8_SUM = 32
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries and keys that one step works on, and how the GPU runs it."""
+    """Queries and keys per step, and how the GPU runs a step."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    # of fp32 products: "ieee", or "tf32x3": tensor cores, three products each, as accurate
+    # of fp32 products: "ieee", or "tf32x3": three products on tensor cores, about as accurate
     precision: str = "ieee"
 
 
 T = TypeVar("T")
-# of each family, as ``family_of`` names it: the widest padded head dimension, then the tile
+# by family (see ``family_of``): rows of the widest padded head dimension and its tile
 Table = dict[str, tuple[tuple[int, T], ...]]
 
 
 def padded_head_dim(head_dim: int, itemsize: int = 2) -> int:
-    """Return the tile width that holds a head dimension of elements of that size."""
+    """Return the tile width for a head dimension and an element size in bytes."""
     return max(MIN_FP8_SUM if itemsize == 1 else MIN_TILE, next_power_of_2(head_dim))
 
 
 def family_of(platform: Platform, itemsize: int) -> str:
-    """Return the family whose tiles a platform takes: ``cpu``, ``amd``, ``hopper-fp32``.
+    """Return the family whose tiles a platform takes, such as ``cpu``, ``amd``, ``hopper-fp32``.
 
-    The CPU runs the interpreter. A GPU that is not known takes the careful tiles of its vendor.
+    ``cpu`` is the interpreter. An unknown GPU takes the careful tiles of its vendor.
     """
     if platform.vendor == "cpu":
         return "cpu"
@@ -51,12 +51,12 @@ def family_of(platform: Platform, itemsize: int) -> str:
 
 
 def find_tile(table: Table[T], platform: Platform, head_dim: int, itemsize: int) -> T:
-    """Return the tile of a platform, for the widest head dimension and the size of an element."""
+    """Return a platform's tile for the widest head dimension and an element size in bytes."""
     width = padded_head_dim(head_dim)
     rows = table[family_of(platform, itemsize)]
     return next(tile for widest, tile in rows if width <= widest)
 
 
 def hopper_registers(warpgroups: int) -> int:
-    """Return the registers a thread at the start: of those that multiply, and one that copies."""
+    """Return the initial registers per thread of consumer warpgroups and one producer warpgroup."""
     return 65536 // (128 * (warpgroups + 1)) // 8 * 8

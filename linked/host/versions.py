@@ -1,7 +1,7 @@
 """Versions of PyTorch and Triton whose private interfaces were tested.
 
-Those interfaces save time on the host and change no result. Any other version is served through the
-public interfaces, and the first call that takes them warns.
+Those interfaces save host time and change no result. With any other version the public interfaces
+are used, and the first such call warns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRITON: tuple[Version, Version] = (3, 6), (3, 9)
 
 
 def is_tested(version: str, tested: tuple[Version, Version]) -> bool:
-    """Return whether a version such as ``"3.9.0+git1"`` lies in a range that was tested."""
+    """Return whether a version such as ``"3.9.0+git1"`` lies in the tested range."""
     oldest, newest = tested
     return oldest <= _numbers(version) <= newest
 
@@ -32,11 +32,11 @@ def _numbers(version: str) -> Version:
 
 
 def need(library: str, oldest: Version, user: str, before: Version | None = None) -> Version:
-    """Return the version of a library that is installed.
+    """Return the version of an installed library.
 
     Raises:
-        ModuleNotFoundError: it is not; one line names who needs it, and what to install.
-        ImportError: it is older, or not ``before`` the first version that does not serve.
+        ModuleNotFoundError: it is not installed; the message names ``user`` and what to install.
+        ImportError: it is older than ``oldest``, or not older than ``before``.
     """
     least = ".".join(map(str, oldest))
     needed, requirement = f"{library} {least} or newer", f"{library}>={least}"
@@ -55,13 +55,13 @@ def need(library: str, oldest: Version, user: str, before: Version | None = None
 
 
 def asks_for_interpreter() -> bool:
-    """Return whether the environment asks for Triton's interpreter, by what Triton takes as yes."""
+    """Return whether the environment asks for Triton's interpreter, parsed as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
 
 
 def need_triton(user: str) -> None:
-    """Raise likewise where kernels lack Triton, or Triton's interpreter lacks NumPy."""
-    # Triton itself imports it then
+    """Raise as ``need`` does without Triton, or without a NumPy that the interpreter can use."""
+    # the interpreter imports NumPy
     numpy = need("numpy", (1, 22), f"{user}, interpreted,") if asks_for_interpreter() else (0, 0)
     triton = need("triton", TRITON[0], user)
     if triton < (3, 7) and numpy >= (2, 4):
@@ -74,7 +74,7 @@ def need_triton(user: str) -> None:
 
 @cache
 def warn_untested(library: str, version: str, tested: tuple[Version, Version]) -> None:
-    """Warn, once a process, that a version is served through public interfaces."""
+    """Warn once per process that calls use the public interfaces of an untested version."""
     package = __name__.partition(".")[0]
     oldest, newest = (".".join(map(str, v)) for v in tested)
     warnings.warn(

@@ -1,7 +1,7 @@
-"""The arithmetic of a row: what decides its bits; docs/numerics.md has it as equations.
+"""The arithmetic of a row, which decides its bits; docs/numerics.md has the equations.
 
-The compiler fuses no multiplication with an addition here (``plans.py`` asks for that), so that all
-compilations round alike; where one is to be fused it is a written ``fma``.
+``plans.py`` turns fusion of multiplications and additions off, so that all compilations round
+alike; fused ones are explicit ``fma`` calls.
 """
 
 import triton
@@ -15,7 +15,7 @@ from .structures import Softmax
 def _dot(a, b, TILE: tl.constexpr):
     """Matrix product with fp32 accumulation."""
     if TILE.UPCAST:
-        # NumPy's products would round by the place of a row: these sums run in the order of k
+        # NumPy's products round depending on a row's position: these sums run in the order of k
         c = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
     else:
         c = tl.dot(a, b, input_precision=TILE.PRECISION)
@@ -34,9 +34,9 @@ def _dot_add(acc, a, b, TILE: tl.constexpr):
 
 @triton.jit
 def _pivot_of(m):
-    """Return the pivots of rows with the maxima ``m``: -inf - -inf is NaN, so they are finite.
+    """Return finite pivots of rows with the maxima ``m``: -inf - -inf would be NaN.
 
-    FpSan has no infinity. To it -inf may be the largest number, and then is as good a pivot.
+    FpSan has no infinity, so there -inf is a usable pivot.
     """
     if not is_sanitized():
         m = tl.where(m == NEG_INF, 0.0, m)
@@ -48,8 +48,8 @@ def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: t
     """Fold a tile of keys into the sums of its rows.
 
     ``q`` is ``[BLOCK_M, BLOCK_D]``, ``k`` ``[BLOCK_N, BLOCK_D]``, ``v`` ``[BLOCK_N, BLOCK_DV]``.
-    ``visible`` is None where every row sees every key. A row that sees no key of the tile keeps its
-    sums as they are, so that it makes no difference whether such a tile is visited.
+    ``visible`` is None if every row sees every key. A row that sees no key of the tile keeps its
+    sums bit by bit, so it does not matter whether such a tile is visited.
     """
     s = _dot(q, tl.trans(k), TILE)  # [BLOCK_M, BLOCK_N]
     if OPTIONS.HAS_SOFTCAP:
@@ -60,7 +60,7 @@ def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: t
         s = tl.where(visible, s, NEG_INF)
     largest = tl.max(s, 1)  # [BLOCK_M]
     if OPTIONS.FOLD:
-        # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+        # the scale is part of the exponential's fma; it is positive, so it commutes with max
         factor = numbers.scale * LOG2E
         m_new = tl.maximum(softmax.m_i, largest * factor)
     else:
@@ -91,7 +91,7 @@ def no_keys(ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
 
 @triton.jit
 def sink_alone(sinks_ptr, head, counts, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Return the sums of rows that saw no segment: a sink comes first, and has no value."""
+    """Return the sums of rows before the first segment: the sink, if given, which has no value."""
     total = no_keys(ROWS, BLOCK_DV)
     if sinks_ptr is not None:
         m_i = tl.load(sinks_ptr + head, mask=counts, other=NEG_INF).to(tl.float32) * LOG2E
@@ -113,8 +113,8 @@ def merge_segment(total, part):
 
 @triton.jit
 def finish(total):
-    """Return the output and the log-sum-exp of rows; of rows that saw no key 0 and -inf."""
+    """Return the outputs and the log-sum-exps of rows: 0 and -inf of fully masked ones."""
     l_safe = tl.where(total.l_i == 0.0, 1.0, total.l_i)
-    out = total.acc * (1.0 / l_safe)[:, None] + 0.0  # no zero has a sign
+    out = total.acc * (1.0 / l_safe)[:, None] + 0.0  # turns -0.0 into 0.0
     lse = tl.where(total.l_i == 0.0, NEG_INF, (total.m_i + tl.log2(l_safe)) * LN2)
     return out, lse

@@ -1,8 +1,8 @@
-"""Attention on the CPU in which a row's bits depend on its query and its keys alone.
+"""Attention on the CPU in which a row's bits depend only on its query and its keys.
 
-Libraries for matrix products choose their order of addition by shapes and addresses. So everything
-here is one multiplication, addition, division or comparison of numbers at a time, each rounded as
-IEEE 754 says, in float64; sums run over the head dimension and over the keys from the first on.
+Matrix product libraries choose the order of additions by shapes and addresses. So this code uses
+single multiplications, additions, divisions and comparisons in float64, each rounded by IEEE 754;
+sums over the head dimension and over keys start with the first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-# queries whose scores are computed at a time
+# queries per block of scores
 ROWS = 256
 _LN2_HIGH = 0.693147180369123816490
 _LN2_LOW = 1.90821492927058770002e-10
@@ -32,9 +32,9 @@ def invariant_attention(
     """Return ``(out, lse)`` of one sequence, in fp32.
 
     ``q`` is ``[rows, heads_q, head_dim]``, ``k`` ``[keys, heads_k, head_dim]`` and ``v``
-    ``[keys, heads_k, head_dim_v]``. The first row stands at key ``position``, by default such that
-    the last one stands at the last key. Keys that no row sees may be left out at both ends. ``out``
-    is ``[rows, heads_q, head_dim_v]`` and ``lse`` ``[heads_q, rows]``.
+    ``[keys, heads_k, head_dim_v]``. The first row stands at key ``position``; by default the last
+    row stands at the last key. Keys at both ends that no row sees may be left out. ``out`` is
+    ``[rows, heads_q, head_dim_v]`` and ``lse`` ``[heads_q, rows]``.
     """
     group = q.shape[1] // k.shape[1]
     # [heads_q, head_dim, keys] and [heads_q, keys, head_dim_v]
@@ -44,7 +44,7 @@ def invariant_attention(
     outs, lses = [], []
     for first in range(0, max(1, q.shape[0]), ROWS):
         rows = q[first : first + ROWS].double().transpose(0, 1)  # [heads_q, rows, head_dim]
-        # what no row sees would add zeros
+        # keys that no row sees would add zeros
         low, high = 0, k.shape[0]
         if window_left >= 0:
             low = min(max(first + ahead - window_left, 0), high)
@@ -86,7 +86,7 @@ def _softmax(
     if sinks is not None:
         total = total + _exp(sinks.double()[:, None] - safe)
     out = scores.new_zeros(*scores.shape[:2], v.shape[2])
-    # of what a row does not see 0 times NaN is left, and else 0, which changes no sum
+    # a hidden value has the weight 0, which adds NaN if the value is not finite, else nothing
     is_finite = bool(v.isfinite().all())
     for key in range(scores.shape[2]):
         total = total + p[:, :, key]
@@ -101,7 +101,7 @@ def _softmax(
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Return the exponential of numbers that are at most a little above 0."""
+    """Return the exponential of numbers that are at most slightly positive."""
     is_nothing = x <= -700.0
     x = x.masked_fill(is_nothing, 0.0)
     steps = torch.floor(x * (1.0 / math.log(2.0)) + 0.5)

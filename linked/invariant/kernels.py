@@ -1,8 +1,8 @@
-"""Attention in which a row's bits depend on its query and its keys alone; see docs/numerics.md.
+"""Attention in which a row's bits depend only on its query and its keys; see docs/numerics.md.
 
-A row is one query head of one token. Its keys lie in segments, and these in tiles, both counted
-from the first key of the sequence. Every segment starts anew, and segments are merged in order: by
-the program that walked them, or by ``invariant_merge_kernel``.
+A row is one query head of one token. Its keys are cut into segments and these into tiles, both
+counted from the first key of the sequence. The sums of each segment start from zero, and segments
+are merged in order: by the program that walked them, or by ``invariant_merge_kernel``.
 """
 
 import triton
@@ -26,7 +26,7 @@ from .walk import load_rows, locate, walk_segment
 
 @triton.jit
 def _store(total, out_rows, lse_rows, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the outputs and the log-sum-exps of rows, whose pointers are given."""
+    """Write the outputs and the log-sum-exps of rows to given pointers."""
     out, lse = finish(total)
     cols = tl.arange(0, BLOCK)  # [BLOCK_DV]
     mask = inside[:, None] & (cols < WIDTH)[None, :]
@@ -184,7 +184,7 @@ def invariant_kernel(
         stride_table_b,
         stride_table_p,
     )
-    # heads first: their keys are neighbours in a page
+    # heads change fastest: their keys are neighbours in a page
     pid = tl.program_id(0)
     head_k = pid % heads_k
     part = pid // heads_k % parts
@@ -193,7 +193,7 @@ def invariant_kernel(
     if place.tile < 0:
         return
     is_real = (place.sequence >= 0) & (place.sequence < batch)
-    # padding has no row in tensors of sequences
+    # padding has no entry in tensors with one per sequence
     sequence_64 = tl.maximum(tl.minimum(place.sequence, batch - 1), 0).to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
 
@@ -240,7 +240,7 @@ def invariant_kernel(
 
     if part_out_ptr is not None:
         sums = walk_segment(part, rows, source, numbers, OPTIONS, TILE)
-        # the sums of a row lie by its token and head
+        # the sums of a row are indexed by its token and head
         heads_q = (heads_k * GROUP).to(tl.int64)
         all_rows = tokens_q * heads_q
         at = token_64 * heads_q + head
@@ -311,7 +311,7 @@ def invariant_merge_kernel(
     at = row  # [ROWS]
     for _ in tl.range(0, parts, loop_unroll_factor=4):
         part_max = tl.load(part_max_ptr + at, mask=inside, other=float("-inf"))
-        # what saw no key was not written
+        # sums of segments without a visible key were not written
         saw = part_max != float("-inf")
         wide = saw[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
         sums = Softmax(

@@ -1,4 +1,4 @@
-"""How calls of one form are launched under the law of docs/numerics.md."""
+"""Launchers of attention under the law of docs/numerics.md, one for each form of calls."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from ..host.arguments import FP32_TINY, MAX_WINDOW
 from ..host.forms import interpreted
 from ..host.tiles import padded_head_dim
-from ..launch.runtime import Launch, row_bytes
+from ..launch.runtime import Launch, row_bytes, token_strides
 from .kernels import invariant_kernel, invariant_merge_kernel
 from .structures import MergeNumbers, MergeTensors, MergeTile, Numbers, Options, Tensors, Tile
 from .tiles import invariant_tile, segment_of
 
-# fewer programs than this leave a GPU idle: then segments have programs of their own
+# fewer programs than this leave a GPU idle: then each segment gets its own program
 PROGRAMS = 512
-# what the sums of segments may take at most
+# limit of the memory for sums of segments
 PART_BYTES = 2**28
 MERGE_ROWS = 16
 
 
 class Call(NamedTuple):
-    """The tensors of a call, as the kernels may read them.
+    """The tensors of a call, aligned for the kernels.
 
     ``q`` is ``[batch, tokens, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with
-    ``cu_seqlens_q``; ``lse`` has the dimensions of ``q`` but the last, heads first.
+    ``cu_seqlens_q``; ``lse`` is ``[batch, heads, tokens]`` or ``[heads, tokens]``.
     """
 
     q: Tensor
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns products into scores, and which of them count; -1 is no window."""
+    """The scale, softcap and window of scores; -1 is no window."""
 
     scale: float
     softcap: float
@@ -56,11 +56,11 @@ class Scores(NamedTuple):
 
 
 class KeyForm(NamedTuple):
-    """How keys and values lie: strides in elements, ``b`` of a sequence or a page."""
+    """Layout of keys and values: strides in elements, ``b`` of a sequence or a page."""
 
     head_dim_v: int
     heads_k: int
-    page: int  # slots of a page; 0: keys lie dense
+    page: int  # slots per page; 0: keys are dense
     k_run: int
     k_bytes: int
     v_bytes: int
@@ -74,12 +74,12 @@ class KeyForm(NamedTuple):
     stride_vh: int
     stride_vd: int
     descale_ndim: int = 0
-    # a sequence of one query has all of its keys in pages, even if there are new ones
+    # a sequence of one query has all of its keys in pages, even if the call has new keys
     decode_from_cache: bool = False
 
 
 class InvariantRun(Protocol):
-    """The launches of the calls of one form."""
+    """A launcher of calls of one form."""
 
     def run(self, x: Call, tokens_k: int, most_queries: int, most_keys: int) -> None: ...
 
@@ -87,10 +87,9 @@ class InvariantRun(Protocol):
 def plan_invariant(
     x: Call, scores: Scores, keys: KeyForm, batch: int, *, is_kept: bool, hopper: bool
 ) -> InvariantRun:
-    """Return the plan of calls like this one; ``is_kept``: there are others after it.
+    """Return the launcher of calls like this one; ``is_kept``: it will be reused.
 
-    Which kernel serves a call depends on the GPU, the head dimensions and the dtype of q, unless
-    kernels for Hopper are not wanted (``hopper``).
+    The GPU, the head dimensions and the dtype of q decide its kernel; ``hopper`` allows Hopper's.
     """
     portable = InvariantPlan(x, scores, keys, batch)
     if hopper and takes_hopper(x, keys):
@@ -101,7 +100,7 @@ def plan_invariant(
 
 
 def takes_hopper(x: Call, keys: KeyForm) -> bool:
-    """Say whether the kernel for Hopper serves a form of calls."""
+    """Return whether the Hopper kernel serves a form of calls."""
     return (
         x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
@@ -112,10 +111,10 @@ def takes_hopper(x: Call, keys: KeyForm) -> bool:
 
 
 class InvariantPlan:
-    """The launches of the calls of one form."""
+    """The launcher of the portable kernel for calls of one form."""
 
     def __init__(self, x: Call, scores: Scores, keys: KeyForm, batch: int) -> None:
-        """Plan for calls like this one; ``batch`` is its number of sequences."""
+        """Prepare for calls like this one; ``batch`` is its number of sequences."""
         q, out = x.q, x.out
         self._is_packed = x.cu_seqlens_q is not None
         self._batch, self._heads_k = batch, keys.heads_k
@@ -134,7 +133,7 @@ class InvariantPlan:
             HAS_LEFT=scores.window_left >= 0,
             HAS_RIGHT=scores.window_right >= 0,
             HAS_SOFTCAP=scores.softcap != 0.0,
-            # of a hidden score, -inf, the factor 0 would make NaN
+            # a factor 0 would turn a hidden score, -inf, into NaN
             FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
             DESCALE_NDIM=keys.descale_ndim,
             PAGE=keys.page,
@@ -156,7 +155,7 @@ class InvariantPlan:
             PRECISION=tile.precision,
             UPCAST=interpreted(),
         )
-        # one rounding for all compilations: none of them chooses what is fused
+        # no compilation may choose what it fuses, so that all round alike
         constants = {
             **options._asdict(),
             **shape._asdict(),
@@ -169,8 +168,8 @@ class InvariantPlan:
         merge = MergeTile(keys.head_dim_v, block_dv, MERGE_ROWS)
         kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
         self._merge = Launch(invariant_merge_kernel, {**merge._asdict(), **kind})
-        self._strides_q = _strides(q)
-        self._strides_out = _strides(out)
+        self._strides_q = token_strides(q)
+        self._strides_out = token_strides(out)
         new = (0, 0, 0, 0)
         if x.new_k is not None and x.new_v is not None:
             new = (*x.new_k.stride()[:2], *x.new_v.stride()[:2])
@@ -178,9 +177,9 @@ class InvariantPlan:
         self._strides = (*keys[6:15], *new, *table)
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:
-        """Return how many programs share the keys of a tile of rows: one, or one per segment.
+        """Return the number of programs per tile of rows: one, or one per segment of keys.
 
-        The result does not depend on it.
+        The attention result does not depend on it.
         """
         parts = cdiv(most_keys, self._segment)
         room = parts * rows * (self._head_dim_v + 2) * 4
@@ -192,9 +191,9 @@ class InvariantPlan:
 
         Args:
             x: its tensors.
-            tokens_k: keys of each sequence, where no tensor says it.
-            most_queries: a bound of the queries of a sequence, which this kernel does not need.
-            most_keys: a bound of the keys of a sequence.
+            tokens_k: keys per sequence, if no tensor holds the lengths.
+            most_queries: upper bound of the queries of a sequence; not used here.
+            most_keys: upper bound of the keys of a sequence.
         """
         q = x.q
         tokens_q = q.shape[-3]
@@ -239,8 +238,3 @@ class InvariantPlan:
             *lse_strides,
         )
         self._merge(cdiv(rows, MERGE_ROWS), merged, merge_numbers)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of sequence, token and head; packed tensors have no sequences."""
-    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]

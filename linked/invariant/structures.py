@@ -1,7 +1,7 @@
-"""Structures of the invariant kernels: named tuples, made on the host, read on the device by name.
+"""Structures of the invariant kernels: NamedTuples that device functions read by field name.
 
-The parameters of a kernel are, in order, the fields of the structures that its launch passes.
-Constants of a compilation have upper-case names and structures of their own.
+A kernel's parameters are the fields of the structures that its launch passes, in order. Constants
+of a compilation have upper-case names and their own structures.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Tensors(NamedTuple):
     sinks_ptr: Any
     k_descale_ptr: Any
     v_descale_ptr: Any
-    block_table_ptr: Any  # None: keys lie dense
-    new_k_ptr: Any  # dense keys and values behind those in pages
+    block_table_ptr: Any  # None: keys are dense
+    new_k_ptr: Any  # dense keys and values that follow those in pages
     new_v_ptr: Any
     cu_seqlens_q_ptr: Any  # None: sequences of one length
     cu_seqlens_k_ptr: Any
     seqlens_k_ptr: Any
-    part_out_ptr: Any  # sums of segments that are merged later
+    part_out_ptr: Any  # sums of segments, to be merged later
     part_max_ptr: Any
     part_sum_ptr: Any
 
@@ -42,10 +42,10 @@ class Numbers(NamedTuple):
     window_right: Any
     batch: Any
     heads_k: Any
-    tokens_q: Any  # of a sequence where all have one length, else of all
+    tokens_q: Any  # per sequence if all have one length, else in total
     tokens_k: Any
-    tiles: Any  # of rows of a sequence, where all have one length
-    parts: Any  # segments that have programs of their own; 1: a program walks all
+    tiles: Any  # tiles of rows per sequence, if all have one length
+    parts: Any  # segments with their own programs; 1: one program walks all segments
     stride_qb: Any
     stride_qs: Any
     stride_qh: Any
@@ -57,7 +57,7 @@ class Numbers(NamedTuple):
     stride_kb: Any  # of a sequence, or of a page
     stride_ks: Any
     stride_kh: Any
-    stride_kx: Any  # of a run of a key's numbers
+    stride_kx: Any  # of a run of consecutive numbers of a key
     stride_kd: Any
     stride_vb: Any
     stride_vs: Any
@@ -98,7 +98,7 @@ class MergeNumbers(NamedTuple):
     stride_lh: Any
 
 
-# pointers to memory that the package did not allocate, which may begin anywhere
+# pointers to memory that the package did not allocate and whose alignment is not known
 FOREIGN = tuple(name for name in Tensors._fields if not name.startswith("part_"))
 MERGE_FOREIGN = ("out_ptr", "lse_ptr", "sinks_ptr", "cu_seqlens_q_ptr")
 
@@ -113,10 +113,10 @@ class Options(NamedTuple):
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
-    FOLD: Any  # nothing but a positive scale is between products and softmax
+    FOLD: Any  # a positive scale is the only step between products and softmax
     DESCALE_NDIM: Any
-    PAGE: Any  # slots of a page; 0: keys lie dense
-    K_RUN: Any  # numbers of a key that follow each other
+    PAGE: Any  # slots per page; 0: keys are dense
+    K_RUN: Any  # consecutive numbers of a key
     K_BYTES: Any  # alignment of every run; 0: its numbers have gaps
     V_BYTES: Any
     ROW_BYTES: Any  # alignment of rows of q and of new keys and values
@@ -124,7 +124,7 @@ class Options(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The grid of the walk: the same in every call of a head dimension, dtype and platform."""
+    """Tile sizes of the walk, fixed by head dimension, dtype and platform."""
 
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -145,11 +145,11 @@ class MergeTile(NamedTuple):
     ROWS: Any
 
 
-# ---- what device functions hand on
+# ---- passed between device functions
 
 
 class Place(NamedTuple):
-    """A tile of rows; ``tile`` is negative where there is none."""
+    """A tile of rows; ``tile`` is negative if there is none."""
 
     sequence: Any
     tile: Any
@@ -160,9 +160,9 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The queries of a tile, and the keys that they see: ``[first, last)``.
+    """The queries of a tile; some see keys of ``[first, last)``.
 
-    All of them see ``[full_first, full_last)``, which may be nothing.
+    All of them see ``[full_first, full_last)``, which may be empty.
     """
 
     q: Any
@@ -174,7 +174,7 @@ class Rows(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the keys of a sequence and a head lie; those from ``context`` on lie dense."""
+    """Addresses of the keys of a sequence and a head; keys from ``context`` on are dense."""
 
     k_ptr: Any
     v_ptr: Any
@@ -188,7 +188,7 @@ class Source(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Weighted values, weights, and the maximum in base 2, of some keys."""
+    """Sums of weighted values, sums of weights and base-2 maxima over some keys."""
 
     acc: Any
     l_i: Any

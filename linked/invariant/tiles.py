@@ -1,4 +1,4 @@
-"""The grid that rows and keys are cut by: a part of the law, so no call and no load changes it."""
+"""Tile sizes of rows and keys: a part of the law, so neither a call nor the load changes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_common import Platform
 
 from ..host.tiles import Table, Tile, find_tile
 
-# keys that are walked before a merge: a multiple of every tile
+# keys per segment: a multiple of every tile
 SEGMENT = 1024
 INTERPRETED_SEGMENT = 64
 
@@ -62,5 +62,5 @@ def invariant_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
 
 
 def segment_of(platform: Platform) -> int:
-    """Return how many keys a segment has; few where kernels are interpreted, so that tests cut."""
+    """Return the keys per segment; few in the interpreter, so that tests have several segments."""
     return INTERPRETED_SEGMENT if platform.vendor == "cpu" else SEGMENT

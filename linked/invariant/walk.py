@@ -6,16 +6,16 @@ import triton.language as tl
 from .arithmetic import fold_keys, no_keys
 from .structures import Place, Softmax
 
-# sequences looked at per step when a program searches its own in cu_seqlens
+# sequences per step when a program searches its sequence in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def _find_sequence(cu_seqlens_ptr, unit, batch, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sequence that owns a unit; -1 and ``batch`` are padding ahead and behind.
+    """Return the sequence that owns a unit; -1 and ``batch``: padding before and after all.
 
-    Sequence ``b`` owns the units from ``cu_seqlens[b] * GROUP // BLOCK + b + 1`` on, which are at
-    least as many as its tiles.
+    Sequence ``b`` owns the units from ``cu_seqlens[b] * GROUP // BLOCK + b + 1`` on, at least as
+    many as its tiles.
     """
     owned = tl.zeros([], tl.int32)
     for first in range(0, batch + 1, SEARCH_CHUNK):
@@ -36,9 +36,10 @@ def locate(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the ``Place`` of a unit; the last tile of a sequence, which sees the most, is first.
+    """Return the ``Place`` of a unit; a sequence's last tile, which sees most keys, comes first.
 
-    Tokens of no sequence are one ahead of all and one behind, without keys.
+    Padding before the first and after the last sequence is treated as two extra sequences without
+    keys.
     """
     BLOCK: tl.constexpr = TILE.BLOCK_M
     GROUP: tl.constexpr = OPTIONS.GROUP
@@ -73,14 +74,14 @@ def locate(
 
 @triton.jit
 def _load(begins, place, wanted, cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load numbers ``place`` of the vectors that begin at ``begins``; unwanted ones are 0."""
+    """Load numbers ``place`` of the vectors at ``begins``; vectors not ``wanted`` are 0."""
     pointers = begins + place[None, :]
     if wanted is not None:
         tile = tl.load(pointers, mask=wanted[:, None] & (cols < WIDTH)[None, :], other=0.0)
     elif WIDTH != BLOCK:
         tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
     else:
-        tile = tl.load(pointers)  # whole tile inside: no mask needed
+        tile = tl.load(pointers)  # the whole tile is inside: no mask
     return tile
 
 
@@ -88,7 +89,7 @@ def _load(begins, place, wanted, cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 def load_rows(
     base, rows, stride, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr
 ):
-    """Load rows of a tensor without gaps in its rows; those outside are 0."""
+    """Load rows of a tensor whose columns have unit stride; rows not ``inside`` are 0."""
     cols = tl.arange(0, BLOCK)  # [BLOCK]
     begins = tl.multiple_of(base + (rows * stride)[:, None], [BYTES, BYTES])
     return _load(begins, cols, inside, cols, WIDTH, BLOCK)
@@ -96,7 +97,7 @@ def load_rows(
 
 @triton.jit
 def _offsets(keys, source, wanted, numbers, OPTIONS: tl.constexpr):
-    """Return where keys and values begin, relative to their head."""
+    """Return the offsets of keys and values, relative to their head."""
     if OPTIONS.PAGE > 0:
         entries = source.table_ptr + (keys // OPTIONS.PAGE).to(tl.int64) * numbers.stride_table_p
         if wanted is not None:
@@ -114,7 +115,7 @@ def _offsets(keys, source, wanted, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _as_queries(x, descale, Q: tl.constexpr):
-    """Return keys or values in the dtype of the queries: numbers of 8 bits by their scale."""
+    """Return keys or values in the queries' dtype; numbers of 8 bits are scaled."""
     if descale is not None:
         x = x.to(tl.float32) * descale
     return x.to(Q)
@@ -124,7 +125,7 @@ def _as_queries(x, descale, Q: tl.constexpr):
 def _load_keys(
     begin, rows, source, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load a tile of keys and values in the dtype of the queries; ``MASKED``: what rows see."""
+    """Load a tile of keys and values in the queries' dtype; ``MASKED``: only visible ones."""
     Q: tl.constexpr = rows.q.dtype
     D: tl.constexpr = TILE.HEAD_DIM
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -175,9 +176,10 @@ def _load_keys(
 
 @triton.jit
 def walk_segment(segment, rows, source, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
-    """Return the sums of the keys of one segment, tile after tile.
+    """Return the sums over the keys of one segment.
 
-    Ascending: tiles that a window cuts, whole ones, and those that the diagonal or the end cuts.
+    In ascending order: tiles that the window's left edge cuts, whole tiles, and tiles that the
+    diagonal or the end cuts.
     """
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     WHOLE: tl.constexpr = (TILE.BLOCK_M, TILE.BLOCK_N)

@@ -1,8 +1,8 @@
-"""Builds of kernels in threads, ahead of their first launch.
+"""Builds of kernels in threads, before their first launch.
 
-Threads take turns in Triton's front end, which holds the interpreter's lock. So one kernel is
-compiled in this process and each other one in a process of its own (``workers.py``), for which its
-thread waits. Builds ask nothing of the GPU: a CUDA graph may be captured meanwhile.
+Triton's front end holds the GIL. So one kernel is compiled in this process, and each other one in a
+process of its own (``workers.py``), for which a thread waits. Builds do not use the GPU: a CUDA
+graph may be captured meanwhile.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-# builds at a time: a pass has not many more kernels
+# concurrent builds: a pass has few more kernels
 WORKERS = 8
 
 
 class Build(NamedTuple):
-    """A launch that was noted, and is to be built."""
+    """A noted launch whose kernel is to be built."""
 
-    # of ``runtime``
+    # a ``runtime.Launch``
     launch: Any
-    # as the launch itself will look for it
+    # the launch's own look-up key
     key: tuple[Any, ...]
     tensors: tuple[Any, ...]
     numbers: tuple[float, ...]
 
 
 _thread = threading.local()
-# what is built, or was
+# builds begun or finished, by key
 _builds: dict[Hashable, Future[None]] = {}
 _pools: list[ThreadPoolExecutor] = []
 _lock = threading.Lock()
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def noting() -> Iterator[list[Build]]:
-    """Note launches of this thread on meta tensors, in place of launching."""
+    """Note launches of this thread on meta tensors instead of launching."""
     _thread.noted = noted = []
     try:
         yield noted
@@ -51,7 +51,7 @@ def noting() -> Iterator[list[Build]]:
 def note(
     launch: Any, key: tuple[Any, ...], tensors: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> bool:
-    """Note a launch, and say whether launches are noted at this moment."""
+    """Note a launch; return False if this thread does not note launches."""
     noted = getattr(_thread, "noted", None)
     if noted is not None:
         noted.append(Build(launch, key, tensors, numbers))
@@ -59,12 +59,9 @@ def note(
 
 
 def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
-    """Build what was noted, side by side, for a device; what was begun is not begun again.
-
-    A build that failed is tried again.
-    """
+    """Start the noted builds for a device, except those begun before; retry failed ones."""
     futures = []
-    triton.runtime.driver.active.get_current_target()  # set up once, and not in every thread
+    triton.runtime.driver.active.get_current_target()  # sets up the driver before threads use it
     with _lock:
         if not _pools:
             _pools.append(ThreadPoolExecutor(WORKERS, thread_name_prefix="attention-builds"))
@@ -75,14 +72,14 @@ def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
             if known is None or (known.done() and known.exception() is not None):
                 try:
                     known = _builds[key] = _pools[0].submit(_run, build, device, place > 0)
-                except RuntimeError:  # no thread can be started; the launch will build
+                except RuntimeError:  # no thread can be started: the launch itself will build
                     break
             futures.append(known)
     return futures
 
 
 def wait(key: tuple[Any, ...]) -> None:
-    """Wait for a build that was begun; one that failed is left for the launch to raise."""
+    """Wait for a build that was begun; if it failed, the launch itself will raise."""
     future = _builds.get(key)
     if future is not None:
         future.exception()

@@ -1,7 +1,7 @@
 """Launches of Triton kernels, and the alignment that the kernels rely on.
 
-Integers and pointers are never specialised, so lengths do not recompile and strides do not change
-rounding. Kernels rely instead on rows that begin at whole accesses, which ``aligned`` ensures.
+Integers and pointers are never specialised: new lengths compile nothing, and strides do not change
+rounding. Kernels rely instead on aligned rows, which ``aligned`` ensures.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ..host.versions import TRITON, is_tested, warn_untested
 from . import builds, workers
 
 MAX_INT32 = 2**31 - 1
-# numbers of tokens, or strides of a gradient, for which a plan keeps what its launches do
+# token counts, or strides of a gradient, for which a launcher keeps its arguments
 MAX_COUNTS = 256
 
 # whether a compiled kernel may be launched past Triton's own look-up
 IS_DIRECT = TORCH_IS_TESTED and is_tested(triton.__version__, TRITON)
 
-# Triton's interpreter keeps its state in globals, so that one kernel runs at a time; every package
-# that was built from this file finds the same lock
+# Triton's interpreter keeps its state in globals, so one kernel may run at a time; all packages
+# with this file share the lock
 _interpreter: RLock = vars(triton).setdefault("_attn_interpreter_lock", RLock())
 
-# kernels that were launched before, by all that a compilation depends on
+# compiled kernels, by all that a compilation depends on
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
 class Ready(NamedTuple):
-    """A compiled kernel, and what calling it takes."""
+    """A compiled kernel and the values needed to call it."""
 
     kernel: CompiledKernel
     device: int
-    # in place of what was constant when it was compiled, and is not read now
+    # one None per constexpr: the launcher expects these arguments
     padding: tuple[None, ...]
     run: Callable[..., None]
     stream: Callable[[int], int]
@@ -56,27 +56,27 @@ class Launch:
     """A kernel with its tile and constants, to be called with a grid and arguments.
 
     Devices and dtypes of the tensors, and which are None, must be the same in every call. From the
-    second call on it goes to the compiled kernel itself: Triton's own look-up reads every argument
-    again, which for this many takes several times as long as everything else. With an untested
-    version of Triton or PyTorch every call takes that look-up.
+    second call on it calls the compiled kernel itself: Triton's own look-up reads every argument
+    again and takes several times as long as the rest of the launch. With an untested version of
+    Triton or PyTorch every call takes that look-up.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
         """Take a jit function and its keyword arguments: constexprs and compiler options."""
         self._kernel = kernel
-        # Triton 3.10 turns the default round
+        # Triton 3.10 flips the default
         self._constants = {"enable_fp_fusion": True, **constants}
-        # by what a compilation depends on that differs from call to call
+        # by ``variant_of`` a call
         self._ready: dict[Any, Ready] = {}
         # dtypes and devices of the first call's tensors
         self._form: list[Any] | None = None
-        # the last launch's numbers, which plans keep, and what served it
+        # the last launch's numbers, an object that launchers keep, and its kernel
         self._last: tuple[tuple[float, ...], Ready] | None = None
 
     def __call__(
         self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> None:
-        """Launch a one-dimensional grid on the first tensor's device; an empty one is no launch."""
+        """Launch a one-dimensional grid on the first tensor's device, unless it is empty."""
         if grid == 0:
             return
         last = self._last
@@ -91,7 +91,7 @@ class Launch:
                 if found is None:
                     return
             ready = found
-            if torch.version.hip is None:  # there, a variant depends on the numbers alone
+            if torch.version.hip is None:  # on CUDA a variant depends only on the numbers
                 self._last = numbers, ready
         if current_device() != ready.device:
             with torch.cuda.device(ready.device):
@@ -122,7 +122,7 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
     ) -> Ready | None:
-        """Return what to call; None if Triton was asked, which then launched the kernel too."""
+        """Return the kernel to call; None if it was launched or noted here."""
         key = (
             self._kernel.__name__,
             tensors[0].device.index,
@@ -153,7 +153,7 @@ class Launch:
         if not isinstance(kernel, CompiledKernel):  # not compiled at all
             return None
         if not IS_DIRECT:
-            if not is_tested(triton.__version__, TRITON):  # else it is PyTorch, which has warned
+            if not is_tested(triton.__version__, TRITON):  # otherwise PyTorch is; that has warned
                 warn_untested("triton", triton.__version__, TRITON)
             return None
         _compiled[key] = kernel
@@ -164,7 +164,7 @@ class Launch:
         return None if known is None else ready
 
     def _hold_form(self, tensors: tuple[Tensor | None, ...]) -> None:
-        """Raise if a variant would be made for other tensors than those before it."""
+        """Raise if tensors differ in dtype or device from those of the first call."""
         form = [None if t is None else (t.dtype, t.device) for t in tensors]
         if self._form is None:
             self._form = form
@@ -177,9 +177,9 @@ class Launch:
     def build(
         self, tensors: tuple[Any, ...], numbers: tuple[float, ...], is_apart: bool = False
     ) -> None:
-        """Compile what such a launch needs, for the current device, and launch nothing.
+        """Compile the kernel of such a launch for the current device; launch nothing.
 
-        If it ``is_apart``, another process compiles, and this one reads the result.
+        With ``is_apart`` another process compiles, and this process reads the result.
         """
         refuse_specialized(self._kernel, numbers)
         arguments = *self._arguments(tensors), *numbers
@@ -188,33 +188,33 @@ class Launch:
         kernel = self._kernel.warmup(*arguments, grid=(1,), **self._constants)
         driver = triton.runtime.driver.active
         if IS_DIRECT and isinstance(kernel, CompiledKernel) and hasattr(driver, "launcher_cls"):
-            # Triton 3.6 compiles a launcher, too, and keeps it on disk
+            # Triton 3.6 also compiles a launcher, which it keeps on disk
             driver.launcher_cls(kernel.src, kernel.metadata)
 
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the tensors as Triton takes them."""
+        """Return the arguments that Triton's own launch takes for the tensors."""
         return tensors
 
     def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
-        """Return the tensors as a compiled kernel takes them.
+        """Return the arguments that a compiled kernel takes for the tensors: addresses.
 
-        By their addresses: of a tensor, Triton asks the driver whether it may read it.
+        For a tensor, Triton would ask the driver whether the GPU may read it.
         """
         return [t.data_ptr() if t.__class__ is Tensor else t for t in tensors]
 
 
 def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> Any:
-    """Return what a compilation depends on besides dtypes: widths of numbers, on AMD of offsets."""
+    """Return what a compilation depends on besides dtypes: integer widths, on AMD of offsets."""
     wide = max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers)
     if torch.version.hip is None:
         return wide
-    # offsets into what lies within 2 GiB have 32 bits there
+    # on AMD, offsets into storage below 2 GiB have 32 bits
     large = (t is not None and t.untyped_storage().nbytes() > MAX_INT32 for t in tensors)
     return wide, *large
 
 
 def flushed(number: float) -> float:
-    """Return 0 for what fp32 has no normal number for: the interpreter takes that for fp64.
+    """Return 0 for numbers below fp32's normal ones, which the interpreter would hold as fp64.
 
     Its conversion of fp64 to bf16 is wrong.
     """
@@ -222,10 +222,10 @@ def flushed(number: float) -> float:
 
 
 def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:
-    """Raise if a kernel would be compiled for the value of an int: that would serve other values.
+    """Raise if Triton would specialise a kernel on the value of an int, which later calls change.
 
-    Likewise, pointers to memory that the package did not allocate are to be listed under
-    ``do_not_specialize_on_alignment``, which cannot be told here.
+    Pointers to memory that the package did not allocate must be listed as
+    ``do_not_specialize_on_alignment``; this cannot be checked here.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
         return
@@ -236,12 +236,12 @@ def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:
 
 
 def row_bytes(x: Tensor) -> int:
-    """Return the alignment of every row of a tensor that went through ``aligned``."""
+    """Return the alignment in bytes of every row of a tensor that ``aligned`` returned."""
     return math.gcd(x.shape[-1] * x.element_size(), ACCESS_BYTES)
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Say whether columns have unit stride and rows begin as ``row_bytes`` promises."""
+    """Return whether columns have unit stride and rows are aligned to ``row_bytes``."""
     if x.is_contiguous():
         return x.data_ptr() % ACCESS_BYTES == 0
     if x.data_ptr() % ACCESS_BYTES != 0 or (x.stride(-1) != 1 and x.shape[-1] != 1):
@@ -254,33 +254,33 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return the tensor with unit column stride and aligned rows, a copy if it has to be."""
+    """Return the tensor, or a copy, with unit column stride and aligned rows."""
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def compact(x: Tensor) -> Tensor:
-    """Return the tensor contiguous and aligned, a copy if it has to be."""
+    """Return the tensor, or a copy, contiguous and aligned."""
     if x.is_contiguous() and x.data_ptr() % ACCESS_BYTES == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def has_whole_rows(x: Tensor) -> bool:
-    """Say whether a row is a whole number of accesses."""
+    """Return whether a row is a whole number of accesses of ``ACCESS_BYTES``."""
     return x.shape[-1] * x.element_size() % ACCESS_BYTES == 0
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """Return the tensor aligned, and with columns of 0 up to a whole number of accesses.
+    """Return the tensor aligned and padded with columns of 0 to a whole number of accesses.
 
-    Narrower reads are no asynchronous copies. In the loops that come of them on Hopper, ptxas 12.8
-    reads uniform registers before they are set: wrong products, and reads out of range.
+    Narrower reads are not asynchronous copies. In loops with such reads on Hopper, ptxas 12.8 reads
+    uniform registers before they are set: wrong products and reads out of range.
     """
     return aligned(widened(x, round_up(x.shape[-1], ACCESS_BYTES // x.element_size())))
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """Return the tensor with columns of 0 up to a width."""
+    """Return the tensor padded with columns of 0 to a width."""
     if x.shape[-1] == width:
         return x
     padded = x.new_zeros((*x.shape[:-1], width))
@@ -289,12 +289,12 @@ def widened(x: Tensor, width: int) -> Tensor:
 
 
 def first_columns(x: Tensor, width: int) -> Tensor:
-    """Return a result without the columns that were added."""
+    """Return a result without its padding columns."""
     return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """Return a small tensor as the kernels index it."""
+    """Return a small tensor contiguous, or None."""
     return None if x is None else x.contiguous()
 
 
@@ -304,7 +304,7 @@ def token_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def on_device_of(x: Tensor) -> Any:
-    """Make ``x``'s device the current one: Triton launches on that."""
+    """Make ``x``'s device the current one, on which Triton launches."""
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)

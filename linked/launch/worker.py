@@ -1,7 +1,7 @@
-"""Compile one kernel into Triton's cache on disk: what ``workers.py`` starts, as a script.
+"""Script that ``workers.py`` starts: compile one kernel into Triton's cache on disk.
 
-The kernels' modules import Triton and no PyTorch, which would take longer than a compilation. So
-their package is not imported, which does: a module without content stands in its place.
+The kernels' modules import Triton but not PyTorch, whose import would take longer than a
+compilation. Their package does import PyTorch, so an empty module replaces it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 def main() -> None:
-    """Read from standard input where modules are, then what to compile."""
+    """Read the module path, then the job, from standard input; compile."""
     sys.path[:] = pickle.load(sys.stdin.buffer)
     where, key, source_of, target, options, *source = pickle.load(sys.stdin.buffer)
     package, paths, module, name = where

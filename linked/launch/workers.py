@@ -1,7 +1,7 @@
-"""Builds of kernels in processes of their own, whose results come by Triton's cache on disk.
+"""Builds of kernels in other processes; results come through Triton's cache on disk.
 
-Triton's front end holds the interpreter's lock for a good part of a build, so threads wait for each
-other. A process is started anew, not forked: the GPU's driver does not survive that.
+Triton's front end holds the GIL for a good part of a build, so threads would wait for each other.
+Processes are spawned, not forked: the GPU's driver does not survive a fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from ..host.versions import TRITON, is_tested
 
 SCRIPT = Path(__file__).with_name("worker.py")
-# seconds after which a process is given up
+# seconds after which a process is killed
 PATIENCE = 300
 
 
@@ -32,19 +32,19 @@ def _cores() -> int:
 
 
 def _is_python() -> bool:
-    """Say whether ``sys.executable`` runs scripts, and is no program that Python is built into."""
+    """Return whether ``sys.executable`` runs scripts, unlike a program that embeds Python."""
     name = Path(sys.executable or "").name
     return name.startswith("python") and not getattr(sys, "frozen", False)
 
 
-# what a build depends on is read beneath Triton's public interface
+# the inputs of a build are read through Triton's private interfaces
 IS_OFFERED = _is_python() and _cores() > 1 and is_tested(triton.__version__, TRITON)
 
 
 def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Compile a kernel for the current device in another process, unless the disk has it.
 
-    Nothing is reported: a build that follows finds the result on disk, or what is wrong.
+    Errors are ignored: the build that follows in this process finds the result on disk or raises.
     """
     if not IS_OFFERED or not isinstance(kernel, JITFunction):
         return
@@ -74,7 +74,7 @@ def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, 
 def _specialized(
     kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], tuple[Any, ...]] | None:
-    """Return the device, the options, and what ``ASTSource`` takes behind the kernel.
+    """Return the device, the options and the further arguments of ``ASTSource``.
 
     None if the kernel is compiled already.
     """
@@ -85,7 +85,7 @@ def _specialized(
     ) -> None:
         found.append((device, dict(options.__dict__), (signature, constexprs, attrs)))
 
-    # Triton's own way to a compilation, which is not begun
+    # Triton's own path up to the compilation, which ``note`` replaces
     asked = copy.copy(kernel)
     asked._do_compile = note
     asked.warmup(*arguments, grid=(1,), **constants)
@@ -93,14 +93,14 @@ def _specialized(
 
 
 def _is_on_disk(source: Any, backend: Any, options: dict[str, Any]) -> bool:
-    """Say whether Triton would find the kernel in its cache."""
-    # other versions may lack these
+    """Return whether Triton would find the kernel in its cache."""
+    # imported here: untested versions may lack these names
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
     parsed = backend.parse_options({**options, **source.parse_options()})
     key = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    # as Triton names it: shortened, for the file system
+    # Triton shortens file names to this length
     name = f"{source.name[:150]}.json"
     return name in (manager.get_group(name) or {})

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group call alike: one collective, after which every rank knows."""
+"""Check with one collective that all ranks of a group call with the same arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OK, _REFUSED = 0, 1
 
 
 def check_group(name: str, group: Any) -> None:
-    """Check that there is a group, and that it has this rank."""
+    """Check that the group exists and holds this rank."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{name} must be a process group, but torch.distributed has none yet")
     if group is None:
@@ -35,16 +35,16 @@ def agree(
     """Compare arguments over the ranks of a group, and raise on every rank if they differ.
 
     Args:
-        named: arguments, in one order and number on every rank: anything whose ``repr`` says all.
-        group: the ranks.
-        device: where the group's messages lie.
-        error: what this rank's own checks raised, if they did: it is raised here, and on the other
-            ranks an error that tells of it. ``named`` is not compared then.
+        named: arguments in the same order and number on every rank, compared by ``repr``.
+        group: the process group.
+        device: device of the messages.
+        error: the exception of this rank's own checks, if any. This rank raises it here, the other
+            ranks raise a ValueError with its text, and ``named`` is not compared.
 
     Raises:
         Exception: ``error``.
-        ValueError: that names the first argument that differs, and what each rank has; if the
-            group sends nothing from ``device``.
+        ValueError: an argument differs (the message has the value of each rank), another rank has
+            an ``error``, or the group's backend does not serve ``device``.
     """
     ranks = dist.get_world_size(group)
     served = str(dist.get_backend_config(group))
@@ -78,7 +78,7 @@ def _gather(own: Tensor, group: Any, device: torch.device) -> list[list[int]]:
 
 
 def _gather_texts(text: str, group: Any, device: torch.device) -> list[str]:
-    """Return the texts of all ranks, each cut to what a message has room for."""
+    """Return the texts of all ranks, each cut to 512 bytes."""
     raw = text.encode()[:512]
     row = torch.zeros(513, dtype=torch.int64)
     row[0] = len(raw)

@@ -1,7 +1,7 @@
-"""How sequences are cut, as operators take it.
+"""The cut of sequences over ranks, as arguments of operators.
 
-Lengths of packed sequences are a tensor and all else is numbers, so that a trace serves other
-lengths than those that it was made with.
+Lengths of packed sequences are a tensor and everything else is numbers, so that a trace also serves
+other lengths.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ RULES = ("balanced", *SHARDS)
 
 
 class Cut(NamedTuple):
-    """The lengths of packed sequences, int64 ``[batch]`` on the CPU, or None; and numbers.
+    """Lengths of packed sequences, int64 ``[batch]`` on the CPU, or None; and numbers.
 
-    These are the number of ranks, this rank, the rule's place in ``RULES``, the window, and the
-    number of sequences of one length, and that length.
+    ``numbers``: group size, rank, index of the rule in ``RULES``, window (two numbers), and for
+    fixed-length batches the number of sequences and their length.
     """
 
     lengths: Tensor | None
@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How sequences are cut, and their mask: all that a rank has to know of the others."""
+    """How sequences are cut, and their window: all that a rank must know about the other ranks."""
 
     lengths: tuple[int, ...]
     group_size: int
@@ -39,18 +39,18 @@ class Layout(NamedTuple):
 def cut_alike(
     batch: int, seqlen: int, group_size: int, window: tuple[int, int], shard: str, rank: int
 ) -> Cut:
-    """Return how sequences of one length are cut."""
+    """Return the cut of sequences of one length."""
     return Cut(None, [group_size, rank, RULES.index(shard), *window, batch, seqlen])
 
 
 def cut_by_plan(plan: Any, rank: int) -> Cut:
-    """Return how a ``ShardPlan`` cuts sequences, of this package or of another one."""
+    """Return the cut of a ``ShardPlan`` of this or another package."""
     rule = RULES.index(plan.shard_rule)
     return Cut(plan.host_lengths, [plan.group_size, rank, rule, *plan.window, 0, 0])
 
 
 def layout_by(lengths: Tensor | None, numbers: list[int]) -> Layout:
-    """Return what a cut says, read from its tensor."""
+    """Return the layout that a cut describes; reads its tensor."""
     group_size, rank, rule, left, right, batch, seqlen = numbers
     of_each = (seqlen,) * batch if lengths is None else tuple(lengths.tolist())
     return Layout(of_each, group_size, (left, right), RULES[rule], rank)

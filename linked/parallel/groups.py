@@ -1,4 +1,4 @@
-"""Process groups by name, which is what operators take, and the exchange of rows in them."""
+"""Process groups by name, since operators take names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..host.internals import process_group_named
 
 
 class Where(NamedTuple):
-    """This rank among the others, as operators take it."""
+    """A group's name, this rank and the number of ranks, as arguments of operators."""
 
     group: str
     rank: int
@@ -20,9 +20,9 @@ class Where(NamedTuple):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def where(group: Any) -> Where:
-    """Return where a rank is in its group; None is all ranks."""
+    """Return this rank's place in a group; None is the group of all ranks."""
     group = dist.group.WORLD if group is None else group
-    # a trace may hand a stand-in for the group
+    # a trace may pass a proxy of the group
     group = group_named(str(group.group_name))
     return Where(str(group.group_name), group.rank(), group.size())
 

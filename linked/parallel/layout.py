@@ -1,9 +1,9 @@
 """Which rank holds which tokens of packed sequences, from their lengths alone.
 
-The work of attention is the number of visible pairs of a query and a key. ``"balanced"`` goes from
-the longest sequence to the shortest. Each goes to the ranks that have least, to as few of them as
-balance allows: one as a rule, which costs no communication, and several for a sequence that would
-be too much for one. Where that misses the limits, the longest sequences are cut over all ranks.
+The work of attention is the number of visible pairs of a query and a key. ``"balanced"`` assigns
+sequences from the longest to the shortest, each to the least loaded ranks and to as few as balance
+allows: mostly one rank, without communication, and several for a sequence that is too much for one.
+If the result exceeds the limits, the longest sequences are cut over all ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from .shards import Run, merged, ranges
 
-# the most that a rank may have to do, over the mean, before more sequences are cut
+# the largest load of a rank relative to the mean before more sequences are cut
 PAIRS_LIMIT = 1.02
 TOKENS_LIMIT = 1.05
 
 
 class Layout(NamedTuple):
-    """The runs of each rank, sorted, none of them empty; and what each rank has to do."""
+    """The sorted, non-empty runs of each rank, and its number of visible pairs."""
 
     runs: tuple[tuple[Run, ...], ...]
     pairs: tuple[int, ...]
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
 
 def visible_pairs(begin: int, end: int, seqlen: int, left: int, right: int) -> int:
-    """Count the keys that queries ``begin`` to ``end`` see; -1 is an unlimited window."""
+    """Count the visible pairs of queries ``begin`` to ``end``; -1 is an unlimited window."""
     count = end - begin
     last = count * seqlen
     if 0 <= right < seqlen:
@@ -52,7 +52,7 @@ def _sum(begin: int, end: int) -> int:
 def layout_of(
     lengths: tuple[int, ...], group_size: int, left: int, right: int, shard: str
 ) -> Layout:
-    """Distribute sequences of these lengths; kept, so that lengths seen before cost a look-up."""
+    """Distribute sequences of these lengths; cached by lengths."""
     work = [visible_pairs(0, n, n, left, right) for n in lengths]
     if shard != "balanced":
         return _distribute(lengths, group_size, left, right, work, range(len(lengths)), shard)
@@ -75,7 +75,7 @@ def layout_of(
 
 
 def _excess(found: Layout, work: list[int], lengths: tuple[int, ...]) -> float:
-    """Return the most that a rank has to do, over what the limits allow."""
+    """Return the largest load of a rank relative to the limits."""
     ranks = len(found.runs)
     pairs = ranks * max(found.pairs) / max(sum(work), 1) / PAIRS_LIMIT
     tokens = ranks * max(map(found.tokens, range(ranks))) / max(sum(lengths), 1) / TOKENS_LIMIT
@@ -85,14 +85,14 @@ def _excess(found: Layout, work: list[int], lengths: tuple[int, ...]) -> float:
 def _spread(
     lengths: tuple[int, ...], group_size: int, left: int, right: int, work: list[int]
 ) -> Layout:
-    """Give each sequence to as few ranks as the limits allow, those that have least."""
+    """Give each sequence to as few of the least loaded ranks as the limits allow."""
     runs: list[list[Run]] = [[] for _ in range(group_size)]
     pairs, tokens = [0] * group_size, [0] * group_size
     most_pairs = PAIRS_LIMIT * sum(work) / group_size
     most_tokens = TOKENS_LIMIT * sum(lengths) / group_size
 
     def load(rank: int, more_pairs: int, more_tokens: int) -> float:
-        """Return what is nearer to its limit; 1 is there."""
+        """Return pairs or tokens relative to their limit, whichever is larger."""
         of_pairs = (pairs[rank] + more_pairs) / max(most_pairs, 1)
         return max(of_pairs, (tokens[rank] + more_tokens) / max(most_tokens, 1))
 
@@ -104,7 +104,7 @@ def _spread(
         for several in range(1, group_size + 1):
             shares = []
             for part, rank in enumerate(order[:several]):
-                # a part of its own rank begins where the one before it ends: one run
+                # on one rank, adjacent parts are one run
                 own = merged(Run(b, *ends) for ends in ranges(lengths[b], several, part, "zigzag"))
                 own = [run for run in own if run.begin < run.end]
                 more = sum(visible_pairs(*run[1:], lengths[b], left, right) for run in own)
@@ -130,7 +130,7 @@ def _distribute(
     cut: range | list[int],
     shard: str,
 ) -> Layout:
-    """Cut some sequences over all ranks, and give each of the rest to the rank with least."""
+    """Cut some sequences over all ranks, and give each other one to the least loaded rank."""
     runs: list[list[Run]] = [[] for _ in range(group_size)]
     pairs, tokens = [0] * group_size, [0] * group_size
     for b in cut:
@@ -145,7 +145,7 @@ def _distribute(
     for b in sorted(whole, key=lambda b: (-work[b], b)):
         if not lengths[b]:
             continue
-        # of pairs and tokens, what is nearer to its limit
+        # the larger share of pairs or tokens
         loads = [
             max((pairs[r] + work[b]) / all_pairs, (tokens[r] + lengths[b]) / all_tokens)
             for r in range(group_size)

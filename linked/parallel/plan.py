@@ -1,4 +1,4 @@
-"""The plan of a packed batch over ranks, as callers have it."""
+"""``ShardPlan``: the public description of a packed batch over ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _RULES = ("balanced", *SHARDS)
 class ShardPlan:
     """Which tokens of packed sequences each rank holds.
 
-    Every rank makes it alone, from numbers on the host, and all come to the same. What lengths come
-    to is kept, so that a batch of lengths seen before costs a look-up.
+    Every rank makes the same plan from numbers on the host, without communication. Layouts are
+    cached by lengths.
 
     Args:
-        cu_seqlens: where sequences begin in the packed batch, and its end: ints, or an integer
+        cu_seqlens: starts of the sequences in the packed batch, and its end: ints, or an integer
             tensor on the CPU, ``[batch + 1]``.
         group_size: number of ranks.
         causal: whether the mask is causal. Default: False.
-        window_size: of the mask, ``(left, right)``. Default: ``(-1, -1)``.
-        shard: ``"balanced"`` cuts long sequences over all ranks and leaves short ones whole, so
-            that all have the same number of visible pairs; ``"zigzag"`` and ``"contiguous"`` cut
-            each sequence by that rule. Default: ``"balanced"``.
+        window_size: window of the mask, ``(left, right)``. Default: ``(-1, -1)``.
+        shard: ``"balanced"`` cuts long sequences over several ranks and keeps short ones whole, so
+            that all ranks have about as many visible pairs; ``"zigzag"`` and ``"contiguous"`` cut
+            every sequence over all ranks by that rule. Default: ``"balanced"``.
 
     Raises:
-        TypeError: on an argument's type.
-        ValueError: on a range.
+        TypeError: if an argument has a wrong type.
+        ValueError: if an argument is out of range.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ShardPlan:
             for begin, end in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], strict=True)
         )
         self.layout: Layout = layout_of(self.lengths, group_size, *self.window, shard)
-        # what traces read: numbers that may become symbols, and a tensor
+        # read by traces: numbers that may become symbols, and a tensor
         self.counts = tuple(map(self.layout.tokens, range(group_size)))
         self.run_counts = tuple(len(merged(runs)) for runs in self.layout.runs)
         self.host_lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
@@ -67,12 +67,12 @@ class ShardPlan:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the plan depends on; equal plans have equal keys, on every rank."""
+        """All that the plan depends on; equal plans have equal keys on every rank."""
         return self.lengths, self.group_size, self.window, self.shard_rule
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a rank holds."""
+        """The largest number of tokens on a rank."""
         return max(self.counts)
 
     def tokens(self, rank: int) -> int:
@@ -81,17 +81,17 @@ class ShardPlan:
         return self.counts[rank]
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of a rank, in the order in which it holds them."""
+        """Return the runs of a rank in its storage order."""
         check_rank(rank, self.group_size)
         return self.layout.runs[rank]
 
     def indices(self, rank: int) -> Tensor:
-        """Return which tokens of the batch a rank holds: int64 ``[tokens]`` on the CPU, rising."""
+        """Return a rank's token indices in the batch, int64 ``[tokens]`` on the CPU, ascending."""
         check_rank(rank, self.group_size)
         return self._on(torch.device("cpu"), rank)
 
     def positions(self, rank: int) -> Tensor:
-        """Return where a rank's tokens stand in their sequences, as rotary embeddings ask.
+        """Return the positions of a rank's tokens in their sequences, for rotary embeddings.
 
         Returns:
             int64 ``[tokens]`` on the CPU.
@@ -110,7 +110,7 @@ class ShardPlan:
         return x.index_select(0, self._on(x.device, rank))
 
     def unshard(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the packed batch of the tokens of all ranks, in the order of ranks."""
+        """Return the packed batch from the tokens of all ranks, given in the order of ranks."""
         parts = list(parts)
         if len(parts) != self.group_size:
             raise ValueError(f"parts must have {self.group_size} tensors, got {len(parts)}")
@@ -143,7 +143,7 @@ class ShardPlan:
 
 
 def _offsets(cu_seqlens: Any) -> tuple[int, ...]:
-    """Check where sequences begin; return it as ints."""
+    """Check the offsets of sequences; return them as ints."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be ints or an int32 tensor, got {cu_seqlens.dtype}")

@@ -1,8 +1,8 @@
 """Shards: which tokens of a sequence each rank of a group holds.
 
-A sequence is cut into parts of nearly one length. ``"contiguous"`` gives each rank one of n parts;
-``"zigzag"`` gives rank r the parts r and 2 n - 1 - r of 2 n, so that under a causal mask every rank
-has as many visible keys as any other.
+A sequence is cut into parts whose lengths differ by at most one. ``"contiguous"`` gives each of n
+ranks one of n parts; ``"zigzag"`` gives rank r the parts r and 2 n - 1 - r of 2 n, so that under a
+causal mask all ranks have the same number of visible keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARDS = ("zigzag", "contiguous")
 
 
 class Run(NamedTuple):
-    """Tokens ``begin`` to ``end`` of a sequence, which lie one after the other on a rank."""
+    """Tokens ``begin`` to ``end`` of a sequence, which are neighbours on a rank."""
 
     sequence: int
     begin: int
@@ -51,20 +51,20 @@ def check_rank(rank: Any, group_size: int) -> None:
 
 
 def part_sizes(seqlen: int, parts: int) -> list[int]:
-    """Return the lengths of the parts: the first ones take the remainder."""
-    # as seqlen // parts + (p < seqlen % parts), without a comparison, which a trace would decide
+    """Return the lengths of the parts: the first parts take the remainder."""
+    # seqlen // parts + (p < seqlen % parts), without the comparison, on which a trace would guard
     return [(seqlen + parts - 1 - p) // parts for p in range(parts)]
 
 
 def ranges(seqlen: int, group_size: int, rank: int, shard: str) -> list[tuple[int, int]]:
-    """Return where the parts of a rank begin and end, in order, the empty ones too."""
+    """Return begin and end of each part of a rank, in order, including empty parts."""
     parts, own = parts_of(group_size, rank, shard)
     ends = [0, *accumulate(part_sizes(seqlen, parts))]
     return [(ends[p], ends[p + 1]) for p in own]
 
 
 def parts_of(group_size: int, rank: int, shard: str) -> tuple[int, list[int]]:
-    """Return in how many parts sequences are cut, and which of them a rank holds."""
+    """Return the number of parts of a sequence, and the parts that a rank holds."""
     if shard == "contiguous":
         return group_size, [rank]
     return 2 * group_size, [rank, 2 * group_size - 1 - rank]
@@ -78,7 +78,7 @@ def shard_size(seqlen: int, group_size: int, rank: int, shard: str) -> int:
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """Return runs of which none begins where the one before it ends."""
+    """Return the runs with adjacent ones joined."""
     joined: list[Run] = []
     for run in runs:
         if joined and joined[-1].sequence == run.sequence and joined[-1].end == run.begin:
@@ -92,20 +92,20 @@ def shard(x: Tensor, group_size: int, rank: int, *, dim: int = 1, shard: str = "
     """Return the tokens of a rank.
 
     Args:
-        x: the whole, the same on every rank; any shape and dtype.
+        x: the whole sequences, the same on every rank; any shape and dtype.
         group_size: number of ranks.
-        rank: which of them.
+        rank: the rank, from 0.
         dim: the dimension of tokens. Default: 1.
         shard: ``"zigzag"`` or ``"contiguous"``. Default: ``"zigzag"``.
 
     Returns:
-        Parts ``rank`` and ``2 * group_size - 1 - rank`` of ``2 * group_size``, one behind the
-        other, or part ``rank`` of ``group_size``, as a view. Part p of m has
+        Zigzag: parts ``rank`` and ``2 * group_size - 1 - rank`` of ``2 * group_size``,
+        concatenated. Contiguous: part ``rank`` of ``group_size``, as a view. Part p of m has
         ``seqlen // m + (p < seqlen % m)`` tokens.
 
     Raises:
-        TypeError: on an argument's type.
-        ValueError: on a range.
+        TypeError: if an argument has a wrong type.
+        ValueError: if an argument is out of range.
     """
     check_tensor("x", x)
     check_count("group_size", group_size)
@@ -120,19 +120,20 @@ def shard(x: Tensor, group_size: int, rank: int, *, dim: int = 1, shard: str = "
 
 
 def unshard(parts: Sequence[Tensor], *, dim: int = 1, shard: str = "zigzag") -> Tensor:
-    """Return the whole of the shards of all ranks, in the order of ranks.
+    """Return whole sequences from the shards of all ranks.
 
     Args:
-        parts: a tensor of each rank.
+        parts: the shard of each rank, in the order of ranks.
         dim: the dimension of tokens. Default: 1.
-        shard: the rule that they were cut by. Default: ``"zigzag"``.
+        shard: the rule by which they were cut. Default: ``"zigzag"``.
 
     Returns:
         The tokens in their order: ``unshard([shard(x, n, r) for r in range(n)])`` is ``x``.
 
     Raises:
-        TypeError: on an argument's type.
-        ValueError: on a range, or on shards of other lengths than the rule gives.
+        TypeError: if an argument has a wrong type.
+        ValueError: if an argument is out of range, or a shard has a length that the rule does not
+            give.
     """
     parts = list(parts)
     if not parts:
@@ -153,7 +154,7 @@ def unshard(parts: Sequence[Tensor], *, dim: int = 1, shard: str = "zigzag") -> 
         for begin, end in ranges(seqlen, group_size, rank, shard):
             pieces.append((begin, part.narrow(dim, at, end - begin)))
             at += end - begin
-    # empty pieces begin where others do
+    # an empty part has the same begin as its successor: sort it first
     pieces.sort(key=lambda piece: (piece[0], piece[1].shape[dim]))
     return torch.cat([piece for _, piece in pieces], dim)
 

@@ -1,7 +1,7 @@
-"""Device functions of the portable kernels that several packages share.
+"""Device functions of the portable kernels, shared by several packages.
 
-Scores are kept in base 2 ("logits" are natural scores times log2(e)), because the hardware
-exponential is ``exp2``.
+Scores are in base 2 ("logits" are natural scores times log2(e)) because the hardware exponential is
+``exp2``.
 """
 
 import triton
@@ -15,8 +15,8 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 @triton.constexpr_function
 def is_sanitized():
-    """Say whether builds are for FpSan, which knows the arithmetic of Triton and none of PTX."""
-    # of globals the interpreters of tests know those of Triton's language
+    """Return whether builds are for FpSan, which understands Triton's arithmetic but no PTX."""
+    # imported here: of global names, the tests' interpreters know only Triton's language
     from triton import knobs
 
     return "fpsan" in knobs.compilation.instrumentation_mode
@@ -40,17 +40,17 @@ def dot_add(acc, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     else:
         a = a.to(b.dtype)
     if b.dtype.primitive_bitwidth == 8:
-        # Hopper adds FP8 products to some 14 bits: short sums of them, then fp32
+        # Hopper adds FP8 products with about 14 bits: add short sums of them in fp32
         return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def settle(acc, SETTLE: tl.constexpr):
-    """Use an accumulator at no cost, so that Hopper waits for its products here.
+    """Use an accumulator, at no cost, so that Hopper waits for its products here.
 
-    If products are in flight over the loop's back edge, they meet the next step's register moves,
-    and ptxas serialises every product of the kernel (its remark C7515).
+    If products are in flight over the loop's back edge, the next step moves their registers, and
+    ptxas then serialises all products of the kernel (its remark C7515).
     """
     if SETTLE:
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
@@ -73,7 +73,7 @@ def tanh(x):
 
 @triton.jit
 def count_steps(start, full_start, full_end, last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return how many tiles of a range need a mask, or how many do not."""
+    """Return the number of tiles of a range that need a mask, or that need none."""
     if MASKED:
         steps = (full_start - start) // BLOCK + tl.cdiv(tl.maximum(last - full_end, 0), BLOCK)
     else:
@@ -83,7 +83,7 @@ def count_steps(start, full_start, full_end, last, BLOCK: tl.constexpr, MASKED: 
 
 @triton.jit
 def step_start(step, start, full_start, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return where a step's tile begins; masked steps take both ends of the range in one loop."""
+    """Return the start of a step's tile; masked steps take both ends of the range in one loop."""
     if MASKED:
         before = (full_start - start) // BLOCK
         begin = tl.where(step < before, start + step * BLOCK, full_end + (step - before) * BLOCK)

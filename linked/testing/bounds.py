@@ -18,11 +18,10 @@ from .rounding import (
     stored_unit,
 )
 
-# a product with weights of FP8, and of them what sums may lose: an instruction of Hopper adds 32
-# products and what was there before, cuts off each at 13 fraction bits of the largest, and then
-# their sum
+# errors of products with FP8 weights: an instruction of Hopper adds 32 products and the previous
+# sum, truncates each term at 13 fraction bits of the largest, and truncates their sum
 FP8_DEPTH, FP8_CUT = 32, 2.0**-13
-# of a tile of 128 keys, which is four instructions
+# relative error of a tile of 128 keys, which is four instructions
 FP8_SUM = 4 * (FP8_DEPTH + 2) * FP8_CUT
 OPTIONS = {
     *("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "bias", "sinks"),
@@ -41,9 +40,9 @@ class _Scores(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """What the backward has of the forward: weights, errors of exponents, LSE; ``[b, h, i, ..]``.
+    """The forward's results for the backward: weights, errors of exponents, LSE; ``[b, h, i, ..]``.
 
-    ``passed`` is what dropout multiplies weights with; ``at`` is the LSE, 0 for a row without keys.
+    ``passed`` is dropout's factor of the weights; ``at`` is the LSE, 0 for a fully masked row.
     """
 
     p: Tensor
@@ -65,7 +64,7 @@ def _per_query_head(x: Tensor, group: int) -> Tensor:
 
 
 def _descale(options: dict[str, Any], name: str, group: int) -> Tensor | float:
-    """Return a descale as it multiplies ``[b, h, .., ..]``: of one element or ``[b, heads_k]``."""
+    """Return a descale, of one element or ``[b, heads_k]``, as a factor of ``[b, h, .., ..]``."""
     descale = options.get(f"{name}_descale")
     if descale is None:
         return 1.0
@@ -77,7 +76,7 @@ def _descale(options: dict[str, Any], name: str, group: int) -> Tensor | float:
 
 
 def _fp8_products_error(q: Tensor, k: Tensor) -> Tensor:
-    """Return by how much Hopper's sums of products of FP8 numbers are off, ``[b, h, i, j]``."""
+    """Return error bounds of Hopper's sums of FP8 products, ``[b, h, i, j]``."""
     total = q.new_zeros((*q.shape[:-1], k.shape[-2]))
     error = torch.zeros_like(total)
     for some, others in zip(q.split(FP8_DEPTH, -1), k.split(FP8_DEPTH, -1), strict=True):
@@ -96,9 +95,9 @@ def _scale_of(q: Tensor, options: dict[str, Any]) -> float:
 
 
 def _hidden(s: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return which scores are hidden; it broadcasts against ``[b, h, i, j]``."""
+    """Return a mask of hidden scores; it broadcasts against ``[b, h, i, j]``."""
     queries, keys = s.shape[-2:]
-    # counted as keys are
+    # positions of queries on the axis of keys
     i = torch.arange(queries, device=s.device)[:, None] + keys - queries
     j = torch.arange(keys, device=s.device)
     left, right = options.get("window_size", (-1, -1))
@@ -141,25 +140,25 @@ def _scores(q: Tensor, k: Tensor, dtype: torch.dtype, options: dict[str, Any]) -
             added = -added.double().reshape(-1, s.shape[1], 1, 1) * (i - j).abs()
         added = added.double()
         s = s + added
-        # a bias of -inf hides a key, and rounds nothing
+        # a bias of -inf hides a key and causes no rounding
         error = error + 3 * FP32 * torch.where(torch.isfinite(s), s.abs() + added.abs(), 0.0)
     return _Scores(s.masked_fill(_hidden(s, options), -torch.inf), error, slope, slope_error)
 
 
 def _weight_rounding(dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float]:
-    """Return how weights are rounded: relative, and relative to the largest weight of a row.
+    """Return the rounding error of weights: relative, and relative to the row's largest weight.
 
-    A pivot is no larger than the largest score, so the largest weight is 1 or more as it is
-    rounded, and what a smaller one loses at the end of the format is relative to it.
+    A pivot is no larger than the largest score, so the largest weight is at least 1 when rounded,
+    and the underflow error of smaller weights is relative to it.
     """
     unit, least = ROUNDING[dtype]
     if _is_fp8(dtype):
         # the largest weight is the largest power of two of the format
         return unit, 2.0**-18
-    # of keys of 8 bits fp16 holds all, and may hold the weights
+    # fp16 holds every key of 8 bits exactly, so kernels may use fp16 weights with them
     is_narrow = options.get("cache") is not None and dtype == torch.bfloat16
     lost = ROUNDING[torch.float16][1] if is_narrow else least
-    # fp32 weights are split for their product like any operand
+    # fp32 weights are split for the product like any operand
     return max(unit, product_error(dtype)), max(least, lost)
 
 
@@ -180,7 +179,7 @@ def _forward(
     top = finite.abs().amax(-1, keepdim=True) if keys else torch.zeros_like(at)
     if sinks is not None:
         top = torch.maximum(top, sinks.double().abs().view(1, -1, 1, 1))
-    # of the exponent, and of corrections at each of so many new maxima at most
+    # of the exponent, and of the corrections at new maxima, at most one per tile
     exponent = scores.error + 4 * FP32 * (finite.abs() + 2 * top)
     tiles = options.get("tiles", keys / 16)
     e = torch.expm1(exponent) + (2 + 2 * tiles) * (EXP2 + FP32)
@@ -196,12 +195,12 @@ def _forward(
         floor = torch.where(p > 0, of_largest * largest, TINY) * passed
     through = p * passed
     out, size = through @ v, through @ v.abs()
-    # the factor of dropout, or of values, is one more rounding
+    # dropout's factor and the descale of values are one more rounding each
     more = FP32 * sum(options.get(name) is not None for name in ("kept", "v_descale"))
     lost = gamma(keys) + 2 * FP32 + (FP8_SUM if _is_fp8(dtype) else 0.0)
     error = (through * (e + relative + e * relative) + floor) @ v.abs()
     error = error + lost * (1 + relative) * size + (sum_error + 2 * FP32 + more) * out.abs()
-    # of a division by a sum that is off
+    # second-order term of the division by an inexact sum
     second = 1 + 2 * (e.amax() if e.numel() else 0.0) + 4 * gamma(keys + 1)
     to = options.get("out_dtype") or (torch.bfloat16 if _is_fp8(dtype) else dtype)
     least = ROUNDING[to][1]
@@ -222,23 +221,23 @@ def attention_bounds(
     truncates: bool = False,
     **options: Any,
 ) -> dict[str, Bounded]:
-    """Return ``out`` and ``lse``, and with ``dout`` also gradients, with bounds.
+    """Return exact results and their bounds: ``out``, ``lse`` and, with ``dout``, gradients.
 
-    Those are ``dq``, ``dk`` and ``dv``, and ``dbias`` if there is a bias.
+    The gradients are ``dq``, ``dk`` and ``dv``, and ``dbias`` if there is a bias.
 
     ``q`` is ``[batch, queries, heads_q, d]``, ``k`` and ``v`` are ``[batch, keys, heads_k, d]``, in
     the dtype of the call; ``dout`` is like the output, ``dlse`` ``[batch, heads_q, queries]``.
-    ``truncates`` says that results are cut off rather than rounded, as Triton's interpreter does.
-    Options, of which another one is a ``TypeError``:
+    ``truncates``: results are truncated, not rounded, as by Triton's interpreter. Options (any
+    other is a ``TypeError``):
 
     - ``softmax_scale``, ``causal``, ``window_size``, ``softcap``, ``alibi_slopes``, ``bias`` and
       ``sinks``, as in flash-attn-triton;
-    - ``visible``: which keys a query sees besides, bool, broadcasts to ``[b, h, i, j]``;
-    - ``tiles``: in how many tiles of keys a row meets a visible one at most. Default: keys / 16;
-    - ``kept``, ``keep_scale``: which weights dropout keeps, and the factor of those;
+    - ``visible``: a further mask of visible keys, bool, broadcasts to ``[b, h, i, j]``;
+    - ``tiles``: the largest number of tiles in which a row sees keys. Default: keys / 16;
+    - ``kept``, ``keep_scale``: mask of the weights that dropout keeps, and their factor;
     - ``q_descale``, ``k_descale``, ``v_descale``: factors, of one element or ``[b, heads_k]``;
-    - ``cache``: dtype of keys and values in 8 bits, if ``q`` has more;
-    - ``out_dtype``: of the output. Default: that of ``q``, bf16 for FP8.
+    - ``cache``: dtype of keys and values of 8 bits, if ``q`` has more bits;
+    - ``out_dtype``: dtype of the output. Default: dtype of ``q``, bf16 for FP8.
     """
     if unknown := set(options) - OPTIONS:
         raise TypeError(f"no bound is known with {', '.join(sorted(unknown))}")
@@ -272,14 +271,14 @@ def attention_bounds(
     found["dk"] = gradient.finished(sign * ds.mT, ds_error.mT, qh, group, is_scaled=True)
     weights = forward.p * forward.passed
     p_error = weights * (f + gradient.rounded) + gradient.least * forward.passed
-    if options.get("kept") is not None:  # and multiplied with its factor
+    if options.get("kept") is not None:  # the factor is one more rounding
         p_error = p_error + FP32 * weights
     found["dv"] = gradient.finished(weights.mT, p_error.mT, do, group)
     return found
 
 
 class _Gradient(NamedTuple):
-    """How gradients are computed."""
+    """Parameters and rounding errors of the gradients."""
 
     dtype: torch.dtype
     truncates: bool
@@ -288,7 +287,7 @@ class _Gradient(NamedTuple):
 
     @property
     def rounded(self) -> float:
-        """What weights and gradients of scores lose as they are rounded for a product."""
+        """Relative error of weights and gradients of scores, rounded for a product."""
         return max(ROUNDING[self.dtype][0], product_error(self.dtype))
 
     @property
@@ -296,14 +295,14 @@ class _Gradient(NamedTuple):
         return ROUNDING[self.dtype][1]
 
     def of_weights(self, forward: _Forward) -> Tensor:
-        """Return the relative error of weights that are computed from the LSE once more."""
+        """Return the relative error of weights that the backward recomputes from the LSE."""
         lse_bound, at = forward.lse.bound[..., None], forward.at
         return torch.expm1(forward.exponent + lse_bound + 4 * FP32 * at.abs()) + EXP2
 
     def of_capped(
         self, forward: _Forward, f: Tensor, v: Tensor, do: Tensor, dl: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of capped scores, which is that of a bias, and its error."""
+        """Return the gradient of capped scores, which is also the bias gradient, and its error."""
         p, passed, width = forward.p, forward.passed, v.shape[-1]
         dp = do @ v.mT * passed
         dp_error = (gamma(width) + product_error(self.dtype)) * (do.abs() @ v.abs().mT) * passed
@@ -318,21 +317,21 @@ class _Gradient(NamedTuple):
         return value, (p * error + value.abs() * (f + 4 * FP32)) * self.second(f)
 
     def second(self, f: Tensor) -> float:
-        """Return a factor for products of two errors, one of them that of the weights."""
+        """Return a factor that covers products of the weights' error and another one."""
         return 1 + 2 * (f.amax().item() if f.numel() else 0.0)
 
     def of_scores(
         self, scores: _Scores, f: Tensor, value: Tensor, error: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of scores, as it is multiplied, from that of capped ones."""
+        """Return the rounded gradient of scores, and its error, from the one of capped scores."""
         ds = value * scores.slope
         error = error * scores.slope.abs() + value.abs() * scores.slope_error * self.second(f)
         return ds, error + self.rounded * ds.abs() + self.least
 
     def shared(self, value: Tensor, error: Tensor, bias: Tensor) -> Bounded:
-        """Return the gradient of a bias, summed over what shares it.
+        """Return the gradient of a bias, summed over the dimensions that share the bias.
 
-        Terms have the dtype of the call. Each is a sum of up to four, rounded as often.
+        Terms have the dtype of the call; each is a sum of up to four, rounded once per term.
         """
         terms = value.numel() // max(1, bias.numel())
         rounded = min(terms, 4)
@@ -346,7 +345,7 @@ class _Gradient(NamedTuple):
     def finished(
         self, a: Tensor, error: Tensor, b: Tensor, groups: int, *, is_scaled: bool = False
     ) -> Bounded:
-        """Return ``a @ b``, summed over ``groups`` heads; ``a`` has an error and ``b`` none."""
+        """Return ``a @ b``, summed over ``groups`` heads; only ``a`` has an error."""
         factor = self.scale if is_scaled else 1.0
         terms = a.shape[-1] * groups
         rest = (gamma(terms) + product_error(self.dtype) + 4 * FP32) * (a.abs() @ b.abs())

@@ -1,4 +1,4 @@
-"""Random tensors, and error budgets taken from the data: the same file in every kernel package."""
+"""Random tensors, and error budgets taken from the data."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# What a product made of three of TF32 misses at most. The upper half of an operand is rounded to 11
-# bits, so the lower one is within 2**-11 of it; of both lower halves there is no product: 2**-22. A
-# lower half has 12 bits, and tensor cores read 11: either operand loses its last, 2**-23.
+# Largest relative error of an fp32 product made of three TF32 products. The upper half of an
+# operand is rounded to 11 bits, so its lower half is at most 2**-11. The product of both lower
+# halves is left out: 2**-22. Tensor cores read 11 of a lower half's 12 bits: 2**-23 per operand.
 TF32X3_UNIT = 2.0**-21
 
 
 class Maker:
-    """Draws tensors on the CPU, so that a case is the same on every device."""
+    """Draws tensors on the CPU, so that cases are equal on all devices."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -46,8 +46,8 @@ def assert_no_worse_than_eager(
 ) -> None:
     """Hold a kernel's max error to ``factor`` times that of eager code in the same dtype.
 
-    The floor is two units in the last place of the largest value, for where eager is exact;
-    ``eps`` is that unit where the result's own dtype is finer than what it was computed from.
+    The floor, for exact eager results, is two units in the last place of the largest value.
+    ``eps`` is that unit if the result's dtype is finer than the dtype of its computation.
     Infinities must match exactly, and a NaN never passes.
     """
     assert actual.shape == oracle.shape, f"{name}: {actual.shape} != {oracle.shape}"

@@ -1,4 +1,4 @@
-"""Tensors that end where readable memory ends: in the interpreter, a read beyond one is fatal."""
+"""Tensors that end at the end of readable memory: a read beyond one ends the interpreter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 def fenced(x: Tensor) -> Tensor:
     """Return a contiguous copy whose last byte is the last one before memory that faults.
 
-    The package must be able to read the copy where it lies: floating-point numbers have a multiple
-    of 16 bytes, so that they are aligned.
+    Floating-point tensors must have a multiple of 16 bytes: then the copy is aligned, and the
+    package reads it in place.
     """
     size = x.numel() * x.element_size()
     if not _is_fenceable(x):
@@ -40,7 +40,7 @@ def _is_fenceable(x: Tensor) -> bool:
 
 
 def fence_new_tensors() -> None:
-    """From now on, fence the tensors that code in Python makes empty or 0."""
+    """From now on, fence the empty and zero tensors that Python code makes."""
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),
@@ -60,10 +60,10 @@ def _fencing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def run_fenced(code: str, tests: str) -> None:
-    """Run code in a process of its own, where ``fenced`` is known; ``tests``: a file of the tests.
+    """Run code, which may call ``fenced``, in another process; ``tests`` is a file of the tests.
 
-    It passes if it gets to its end: what reads or writes beyond a fence ends it. What the package
-    makes has a fence, too.
+    The check passes if the code runs to its end: an access beyond a fence ends the process. Tensors
+    that the package makes are fenced, too.
     """
     before = "from tests._linked.fences import fence_new_tensors, fenced\nfence_new_tensors()"
     folder = next(p.parent for p in Path(tests).resolve().parents if p.name == "tests")

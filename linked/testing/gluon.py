@@ -1,10 +1,9 @@
-"""Runs kernels for Hopper on a CPU: Gluon has no interpreter, so here is one for what they use.
+"""An interpreter for the part of Gluon that the Hopper kernels use; it runs them on a CPU.
 
-The Python of a kernel runs as it stands, one program after the other, or as many at once as a test
-wants (``gluon_programs``), and every partition of their warps in a thread of its own.
-``gluon_language`` says what functions of the language mean, and ``gluon_machine`` has memory,
-barriers and asynchronous work. Layouts, registers, and the order of memory beyond fences are not
-looked at.
+It runs the Python code of a kernel, one program after the other, or several at once
+(``gluon_programs``), with a thread for every warp partition of a program. ``gluon_language``
+implements the functions of the language, ``gluon_machine`` memory, barriers and asynchronous work.
+Layouts, registers, and memory order beyond fences are not modelled.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from triton.runtime.jit import ConstexprFunction
 from .gluon_language import Language, Pointer, register
 from .gluon_machine import Boxes, Map
 
-# what functions ask of the compiler that are built into the language
+# the part of the compiler that functions built into the language use
 _semantic = types.SimpleNamespace(
     memdesc_reinterpret=lambda x, dtype, shape, layout: Boxes(x, shape)
 )
 
 
 class Kernel:
-    """In place of a jit function: a launch runs its programs one after the other.
+    """Replaces a jit function: a launch runs its programs one after the other.
 
-    ``reverse`` is the order in which partitions come: with it the last one is first, which copies.
-    Programs may also run in the other order (``backwards``), or several ``at_once``.
+    With ``reverse`` the last partition, the producer, comes first in the order of threads. Programs
+    may also run in reverse order (``backwards``), or several ``at_once``.
     """
 
     def __init__(self, function: Any, reverse: bool = True) -> None:
@@ -49,7 +48,7 @@ class Kernel:
         self.faults: list[tuple[str, str, str]] = []
 
     def plant(self, name: str, right: str, wrong: str) -> None:
-        """Write ``wrong`` for ``right`` in a function of the kernel from now on."""
+        """Replace ``right`` by ``wrong`` in the source of a function of the kernel."""
         self.faults.append((name, right, wrong))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -72,13 +71,13 @@ class Kernel:
 
 
 def as_python(*functions: Any) -> dict[str, Any]:
-    """Return device functions by name, as ordinary ones that are called outside of a kernel."""
+    """Return device functions by name, as Python functions that tests call outside of a kernel."""
     linker = _Linker(Language().names, [])
     return {function.fn.__name__: linker.function(function) for function in functions}
 
 
 class _Linker:
-    """Takes the Python of jit functions, and gives other meanings to the names that it uses."""
+    """Turns jit functions into Python functions whose global names are bound to ``Language``."""
 
     def __init__(self, ours: dict[str, Any], faults: list[tuple[str, str, str]]) -> None:
         self.ours, self.faults = ours, faults
@@ -96,7 +95,7 @@ class _Linker:
         names = self._module(code.__module__)
         if code not in self._functions:
             made = self._make(code, names)
-            # what is computed of constants alone, some of it long, is computed once
+            # results of constexpr functions are cached: some take long
             is_constant = isinstance(function, ConstexprFunction)
             self._functions[code] = functools.cache(made) if is_constant else made
         return self._functions[code]

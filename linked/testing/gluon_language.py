@@ -1,4 +1,4 @@
-"""What kernels for Hopper use of Gluon's language, computed by PyTorch on a CPU; see ``gluon``."""
+"""The part of Gluon's language that the Hopper kernels use, in PyTorch on a CPU; see ``gluon``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .ptx import run_on_words
 
 
 class Register(torch.Tensor):
-    """What a thread holds: a tensor, or a number as one without dimensions."""
+    """A value in registers: a tensor, or a number as a tensor without dimensions."""
 
     @classmethod
     def __torch_function__(cls, function, _types, arguments=(), options=None):
-        # as PyTorch's own, with less to look at
+        # the same as PyTorch's own, but faster
         with torch._C.DisableTorchFunctionSubclass():
             made = function(*arguments, **(options or {}))
         if made.__class__ is Tensor:
@@ -39,7 +39,7 @@ class Register(torch.Tensor):
         dtype = dtype.torch if isinstance(dtype, Dtype) else dtype
         return self.view(dtype) if bitcast else super().to(dtype)
 
-    # integers are divided as in C
+    # integer division truncates, as in C
     def __floordiv__(self, other):
         return torch.div(self, other, rounding_mode="trunc")
 
@@ -52,7 +52,7 @@ class Register(torch.Tensor):
     def __rmod__(self, other):
         return torch.fmod(register(other), self)
 
-    # values do not change, names do
+    # values are immutable: an assignment rebinds the name
     def __iadd__(self, other):
         return self + other
 
@@ -70,12 +70,12 @@ class Register(torch.Tensor):
 
 
 def _by_numpy(function: Callable[..., Any]) -> Callable[[Any], Register]:
-    """Return a function that computes as Triton's interpreter does: to the same bits."""
+    """Return a function with the same bits as in Triton's interpreter."""
     return lambda x: register(torch.as_tensor(function(plain(x).numpy())))
 
 
 def register(x: Any) -> Register:
-    """Return a tensor as a register, and a number as one of 32 bits if it fits."""
+    """Return a tensor or number as a register; a number has 32 bits if it fits."""
     if isinstance(x, Register):
         return x
     if isinstance(x, int) and not isinstance(x, bool) and -(2**31) <= x < 2**31:
@@ -96,7 +96,7 @@ class Pointer:
         return Pointer(self.base, self.offset + plain(other).long())
 
     def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
-        """Return the addresses as numbers, of which nothing but ``inline_asm`` makes use.
+        """Return the addresses as numbers for ``inline_asm``.
 
         ``bitcast``: as addresses of numbers of another dtype.
         """
@@ -108,7 +108,7 @@ class Pointer:
         return Pointer(words, offset // dtype.torch.itemsize)
 
     def places(self, mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the flat memory, the places in it, and which of them count."""
+        """Return the flat memory, the indices into it, and a mask of the valid ones."""
         flat = flat_memory(self.base)
         mask = plain(True if mask is None else mask)
         offset, mask = torch.broadcast_tensors(self.offset + self.base.storage_offset(), mask)
@@ -123,7 +123,7 @@ def _none(*_arguments: Any, **_options: Any) -> None:
 
 
 def _layout(*parts: Any) -> Any:
-    """Return a layout of which no more is known than its shape."""
+    """Return a layout that only knows its shape."""
     return types.SimpleNamespace(shape=parts[-1])
 
 
@@ -150,7 +150,7 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: st
     dtype = flat.dtype
     if dtype.is_floating_point and dtype.itemsize == 1:
         assert other == 0
-        flat = flat.view(torch.uint8)  # indexing knows no FP8
+        flat = flat.view(torch.uint8)  # indexing does not support FP8
     value = torch.full(places.shape, other, dtype=flat.dtype)
     value[mask] = flat[places[mask]]
     return register(value.view(dtype))
@@ -163,7 +163,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 def _add(pointer: Pointer, value: Any, sem: str = "") -> Register:
     flat, places, _ = pointer.places()
-    old = flat[places].clone()  # of one place it would be a view
+    old = flat[places].clone()  # for a single index it would be a view
     added = torch.broadcast_to(plain(value).to(flat.dtype), places.shape)
     flat.index_put_((places,), added, accumulate=True)
     return register(old)
@@ -180,7 +180,7 @@ def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 def _arithmetic(text: str, *values: Tensor) -> Register:
-    """Compute what a text does by which nobody waits for anybody."""
+    """Compute the result of PTX that only does arithmetic."""
     if "shfl.sync.idx" in text or text.startswith("mov.b32"):
         return register(values[0])
     if "selp.f32 $0, $3, $4" in text:
@@ -206,11 +206,11 @@ def _unsigned(x: Tensor) -> Tensor:
 
 
 def _negate_four(text: str, *values: Tensor) -> tuple[Register, ...]:
-    """Draw two words by Philox 2x32, and negate the four numbers whose half of a word is low."""
+    """Draw two words by Philox 2x32; negate each of four numbers whose half word is low."""
     rounds = re.findall(r"mul.wide.u32 wide, low, (\d+); .*? add.s32 key, key, (-?\d+);", text)
     low, high, key, threshold = map(_unsigned, values[4:])
     for multiplier, step in rounds:
-        # in two halves of 16 bits: 64 bits with a sign do not hold the product
+        # in two halves of 16 bits: signed 64 bits do not hold the product
         lower = (low & 0xFFFF) * int(multiplier)
         upper = (low >> 16) * int(multiplier) + (lower >> 16)
         low, high = upper >> 16 ^ key ^ high, (upper & 0xFFFF) << 16 | lower & 0xFFFF
@@ -223,7 +223,7 @@ def _negate_four(text: str, *values: Tensor) -> tuple[Register, ...]:
 
 
 def _word_of_e4m3(values: list[Tensor]) -> Register:
-    """Round four numbers to a byte each of a word; what e4m3 does not reach becomes its largest."""
+    """Round four numbers to e4m3, one per byte of a word; larger ones saturate."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     rounded = [plain(x).clamp(-limit, limit).to(torch.float8_e4m3fn) for x in values]
     codes = torch.stack([x.view(torch.uint8) for x in rounded], -1)
@@ -231,7 +231,7 @@ def _word_of_e4m3(values: list[Tensor]) -> Register:
 
 
 def _bytes_of_words(words: Tensor, dtype: torch.dtype) -> Register:
-    """Return the first byte of the first word, the second of the second, and so on by fours."""
+    """Return byte 0 of word 0, byte 1 of word 1, and so on modulo 4."""
     codes = plain(words).contiguous().view(torch.uint8).view(*words.shape, 4)
     place = torch.arange(words.shape[-1]) % 4
     codes = codes.gather(-1, place.expand(words.shape)[..., None])
@@ -239,7 +239,7 @@ def _bytes_of_words(words: Tensor, dtype: torch.dtype) -> Register:
 
 
 class Language:
-    """Names of Gluon, for the program at hand."""
+    """Gluon's names, for the current program."""
 
     def __init__(self) -> None:
         self.machine = Machine(register, False)
@@ -247,7 +247,7 @@ class Language:
         self.names = self._names()
 
     def run(self, kernel: Callable[[], None], pids: range, programs: int, reverse: bool) -> None:
-        """Run some of the programs of a launch, at once if they are several."""
+        """Run some programs of a launch, at once if there are several."""
         self.programs = programs
 
         def resume(number: int) -> None:
@@ -277,7 +277,7 @@ class Language:
         self, text: str, _constraints: str, values: list[Any], *, pack: int, **options: Any
     ) -> Register:
         if "griddepcontrol" in text:
-            return register(0)  # launches follow one another
+            return register(0)  # launches do not overlap
         first = values[0]
         if "bar.sync" in text or "bar.arrive" in text:
             number, parties = (int(x.flatten()[0]) for x in values[-2:])
@@ -320,9 +320,9 @@ class Language:
         return register(torch.zeros(first.shape, dtype=torch.int32))
 
     def _take_turn(self, text: str, values: list[Any]) -> None:
-        """End one's turn at a counter, if there was one, and find that it is one's turn at another.
+        """End the turn at one counter, if any, and take the turn at another.
 
-        Programs that come earlier are done; another partition of this one may not be.
+        Earlier programs are done; another partition of this program may not be.
         """
         has_turn = "red.relaxed.gpu" in text
         if not has_turn:

@@ -1,15 +1,14 @@
-"""What ``_gluon`` runs kernels on: threads, barriers, shared memory, copies and products.
+"""The machine of ``gluon``: threads, barriers, shared memory, copies and products.
 
-One thread runs at a time: the first in the order of the partitions, or in the reverse one, that
-waits for nothing. So a program runs the same way every time, and whoever comes first in the order
-goes on as soon as, and as far as, the barriers let it.
+One thread runs at a time: the first partition, in order or in reverse order, that does not wait. So
+a program always runs the same way, and the first partition runs as early and as far as the barriers
+let it.
 
-What is asynchronous happens as late as it may: a product reads its operands, and has a result, when
-it is waited for, a copy to memory reads its source, and a copy from memory writes its target. What
-a copy to memory has read arrives when that is waited for, or when its partition ends; an addition
-arrives as it is read, ahead of stores that it should come after.
-Before that there is NaN in either. So a wait too few gives NaN, and a barrier too few a wrong
-result, or NaN, or somebody whom all the others wait for.
+Asynchronous work happens as late as it may, when it is waited for: a product reads its operands and
+has a result, a copy to memory reads its source, and a copy from memory writes its target. A copy to
+memory arrives when its arrival is waited for, or when its partition ends; an addition arrives when
+it is read, before stores that it should follow. Until then results and targets are NaN. So a
+missing wait gives NaN, and a missing barrier a wrong result, NaN or a deadlock.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WARP = 32
 
 
 class Dtype:
-    """A type of numbers, under Triton's names for what it says."""
+    """A dtype with the attributes of Triton's dtypes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.torch = dtype
@@ -45,17 +44,17 @@ class Dtype:
 
 
 def plain(x: Any) -> Tensor:
-    """Return a tensor without the manners of a register."""
+    """Return a register as a plain tensor."""
     return torch.as_tensor(x).as_subclass(Tensor)
 
 
 def flat_memory(base: Tensor) -> Tensor:
-    """Return all of the memory in which a tensor lies."""
+    """Return the whole storage of a tensor, flat."""
     return torch.empty(0, dtype=base.dtype).set_(base.untyped_storage())
 
 
 class Shared:
-    """A view of shared memory, and who wrote it without a fence since, as ``1 + partition``."""
+    """A view of shared memory, and its writers since the last fence, as ``1 + partition``."""
 
     def __init__(self, memory: Tensor, machine: Machine, writers: Tensor | None = None) -> None:
         self.memory, self.machine = memory, machine
@@ -100,7 +99,7 @@ class Shared:
 
 
 class Boxes:
-    """Tiles of shared memory as the boxes that copies fill: of panels, and there of blocks."""
+    """Tiles of shared memory as boxes of copies: panels, each of blocks."""
 
     def __init__(self, tiles: Shared, shape: Sequence[int]) -> None:
         self.tiles, self.box = tiles, list(shape[1:])
@@ -125,14 +124,14 @@ class Map:
         self.dtype, self.layout = Dtype(base.dtype), None
         size = math.prod(self.box) * base.element_size()
         self.block_type = types.SimpleNamespace(nbytes=size, shape=self.box)
-        # the places of a box that begins at 0
+        # the indices of a box that begins at 0
         self._places = torch.zeros([], dtype=torch.int64)
         for stride, side in zip(self.strides, self.box, strict=True):
             self._places = self._places[..., None] + torch.arange(side) * stride
         self._everywhere = torch.ones(self._places.shape, dtype=torch.bool)
 
     def places(self, where: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the flat memory, the places of a box in it, and which of them are inside."""
+        """Return the flat memory, the indices of a box in it, and a mask of those inside."""
         numbers = [int(x) for x in where]
         inside = self._everywhere
         sides = list(zip(numbers, self.extents, self.box, strict=True))
@@ -152,16 +151,17 @@ class Map:
         return flat, places, inside
 
     def written(self, where: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same of a box that is written, which may not begin ahead of the tensor.
+        """Return the ``places`` of a box that is written, which may not begin before the tensor.
 
-        NVIDIA's programming guide says so. A box that is read may, and either may end behind it.
+        So says NVIDIA's programming guide. A box that is read may begin before the tensor, and both
+        may end after it.
         """
         assert min(int(x) for x in where) >= 0, "a store begins ahead of its tensor"
         return self.places(where)
 
 
 class Barrier:
-    """A barrier in shared memory: arrivals of a phase, the bytes it waits for, copies to come."""
+    """An mbarrier: arrivals of a phase, bytes that it waits for, pending copies."""
 
     def __init__(self) -> None:
         self.parties = self.pending = self.bytes = self.phase = 0
@@ -182,7 +182,7 @@ class Barrier:
         self.complete()
 
     def is_past(self, parity: int) -> bool:
-        """Say whether a phase of this parity is over; copies that are on their way get there."""
+        """Return whether a phase of this parity is over, after its pending copies arrive."""
         if self.phase == parity:
             while self.copies:
                 self.copies.pop(0)()
@@ -190,11 +190,11 @@ class Barrier:
 
 
 class Task:
-    """A partition of a program: its thread, and what it waits for."""
+    """A partition of a program: its thread, and the condition that it waits for."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # a lock that the partition at hand releases for the next one
+        # a lock that the running partition releases to let this one run
         self.go = threading.Lock()
         self.go.acquire()
         self.is_done = False
@@ -203,7 +203,7 @@ class Task:
 
 
 class Machine:
-    """What the partitions of one program share; ``register`` makes one of a tensor."""
+    """The state shared by the partitions of a program; ``register`` makes a register."""
 
     def __init__(
         self,
@@ -212,9 +212,9 @@ class Machine:
         programs: Programs | None = None,
     ) -> None:
         self.register, self.reverse = register, reverse
-        self.programs = programs  # of which this is one, if they run at once
+        self.programs = programs  # the programs that run at once, this one included
         self.arrived: dict[int, int] = {}
-        # for how many threads the first of them waits
+        # the number of threads that the first arrival waits for
         self.expected: dict[int, int] = {}
         self.passed: dict[int, int] = {}
         self.failure: BaseException | None = None
@@ -229,11 +229,11 @@ class Machine:
         return self.current.number
 
     def own(self, name: str) -> list[Any]:
-        """Return a list that the partition at hand keeps for itself."""
+        """Return a list that is private to the running partition."""
         return self.current.own.setdefault(name, [])
 
     def pause(self, is_ready: Callable[[], bool] = lambda: True) -> None:
-        """Let the first in the order go on; return when that is who called, and it is ready."""
+        """Let the first ready partition go on; return once that is the caller."""
         task = self.current
         task.is_ready = is_ready
         chosen = self._choose()
@@ -339,7 +339,7 @@ class Machine:
     # ---- copies
 
     def fence(self) -> None:
-        """Let what the partition at hand stored be seen by products and copies."""
+        """Make the running partition's stores visible to products and copies."""
         for writers in self.own("unfenced"):
             writers[writers == 1 + self.partition] = 0
         self.own("unfenced").clear()
@@ -383,7 +383,7 @@ class Machine:
         self.own("stores").append(add)
 
     def store_wait(self, left: int, *, is_read: bool = True) -> None:
-        """Wait until the sources of copies to memory are read, or else until they have arrived."""
+        """Wait until copies to memory have read their sources, or (not ``is_read``) arrived."""
         queue, landing = self.own("stores"), self.own("landing")
         while len(queue) > left:
             landing.append(queue.pop(0)())
@@ -391,7 +391,7 @@ class Machine:
             self.land(max(left - len(queue), 0))
 
     def land(self, left: int = 0) -> None:
-        """Let all but so many of the partition's copies that were read arrive in memory."""
+        """Let the partition's copies that were read arrive in memory, all but ``left``."""
         landing = self.own("landing")
         while len(landing) > left:
             landing.pop(0)()

@@ -11,9 +11,9 @@ import torch
 class Programs:
     """Programs that run at once, each in a thread; one goes on until it waits for another.
 
-    They begin one after the other: the next one as the last one has taken a number. Then the last
-    goes ahead of the others as far as it gets, and again whenever one has raised a counter.
-    ``resume`` is told which program goes on.
+    A program begins once its predecessor has taken a number. Then the last program runs as far as
+    it can, and again whenever a program has raised a counter. ``resume`` is called with the number
+    of the program that goes on.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Programs:
         self._go = [threading.Lock() for _ in runs]
         self._alive = list(range(len(runs)))
         self._begun = self._current = 0
-        # programs that found nothing to do since one did
+        # consecutive programs that had nothing to do
         self._idle = 0
         self._failure: BaseException | None = None
 
@@ -42,14 +42,14 @@ class Programs:
             raise self._failure
 
     def begin_next(self) -> None:
-        """Let the next program begin, if one has not."""
+        """Let the next program begin, if one is left."""
         following = self._begun + 1
         if following in self._alive:
             self._begun = following
             self._switch(following)
 
     def step_aside(self) -> bool:
-        """Let other programs go on until they wait; say whether one has done something."""
+        """Let other programs go on until they wait; return False if none can do anything."""
         self._idle += 1
         if self._idle > len(self._alive) or len(self._alive) == 1:
             return False
@@ -60,7 +60,7 @@ class Programs:
         self._idle = 0
 
     def say_raised(self) -> None:
-        """Let others go on that may have waited for what the current program did."""
+        """Let other programs go on, which may wait for the counter that was raised."""
         self._idle = 0
         if len(self._alive) > 1:
             self._switch(self._next())

@@ -1,12 +1,11 @@
-"""Build the kernels that a call would launch, for a GPU that is not there.
+"""Build the kernels that a call would launch, for an absent GPU.
 
-The launchers run on meta tensors, with the platform named in the environment variable of
-``attn_common``; what they would launch is compiled for that platform instead, with the very
-arguments, so with the specialization that the GPU would see. A merge builds of each kernel what
-differs most; with ``ATTN_AOT=all`` every shipped configuration is built. With ``ATTN_AOT=parse``
-Triton's front end takes the kernels and nothing is built, which is quick, and a test ends there.
-With ``ATTN_AOT_ASM`` set to a folder, the normalised assembly of every build is written there, to
-compare two checkouts.
+The launchers run on meta tensors, with the platform set by the environment variable of
+``attn_common``. Each launch is compiled for that platform instead, with its arguments and so with
+the same specialisation as on the GPU. A merge builds the principal configurations of each kernel;
+``ATTN_AOT=all`` builds every shipped one. With ``ATTN_AOT=parse`` only Triton's front end runs,
+which is quick, and a test ends after it. With ``ATTN_AOT_ASM`` set to a folder, the normalised
+assembly of every build is written there, to compare two checkouts.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ GPUS = {
 
 
 def chosen(everything: Iterable[Any], principal: Iterable[Any]) -> list[Any]:
-    """Return what is built here: the principal cases, and all others if they are asked for."""
+    """Return the cases to build: the principal ones, or all with ``ATTN_AOT=all``."""
     rest = everything if os.environ.get("ATTN_AOT") == "all" else ()
     return list(dict.fromkeys([*principal, *rest]))
 
@@ -63,26 +62,26 @@ def _parse_only() -> bool:
 
 
 def _stop_after_parsing(patch: pytest.MonkeyPatch) -> None:
-    """Let Triton end each build where its own passes would begin."""
+    """End each build before Triton's own passes."""
 
     def stop(*_: Any) -> None:
         raise Parsed
 
     def add_stages(_backend: Any, stages: dict[str, Any], *_: Any, **__: Any) -> None:
-        stages.update(ttir=stop, ttgir=stop)  # of Triton's language, and of Gluon
+        stages.update(ttir=stop, ttgir=stop)  # Triton's first stage, and Gluon's
 
     for backend in backends.values():
         patch.setattr(backend.compiler, "add_stages", add_stages)
 
 
 class _Driver:
-    """As much of a Triton driver as a launch looks at before it compiles."""
+    """The part of a Triton driver that a launch uses before it compiles."""
 
     _count = itertools.count()
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
-        # kernels keep what they compiled per device: no context may see another's
+        # kernels cache compilations per device: every context needs its own device
         self._device = f"absent {target} {next(self._count)}"
 
     def get_current_target(self) -> GPUTarget:
@@ -97,12 +96,12 @@ class _Driver:
 
 @contextlib.contextmanager
 def absent_gpu(name: str) -> Iterator[None]:
-    """Let Triton and ``attn_common`` believe in a GPU."""
+    """Make Triton and ``attn_common`` use an absent GPU."""
     runtime = triton.runtime.driver
     before = runtime._active
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTN_COMMON_PLATFORM", name)
-        # a meta tensor has no device index, so this is "the current device" to a launcher
+        # the device index of a meta tensor is None: a launcher takes it for the current device
         patch.setattr(torch.cuda, "current_device", lambda: None)
         detect.cache_clear()
         runtime.set_active(_Driver(GPUS[name].target))
@@ -115,7 +114,7 @@ def absent_gpu(name: str) -> Iterator[None]:
 
 @dataclass
 class Build:
-    """One compiled kernel and what it takes."""
+    """One compiled kernel and its resources."""
 
     kernel: str
     shared: int
@@ -123,7 +122,7 @@ class Build:
     spilled: int  # bytes of local memory per thread (NVIDIA), vector registers (AMD)
     unset: tuple[str, ...] = ()  # instructions that read a uniform register before it is set
     sass: str = ""  # the disassembly (NVIDIA)
-    products: frozenset[str] = frozenset()  # shapes and layouts of products and of sums of rows
+    products: frozenset[str] = frozenset()  # see ``products_of``
 
     def __str__(self) -> str:
         return (
@@ -133,18 +132,18 @@ class Build:
 
 
 def _structure(value: Any) -> Any:
-    """Return the fields of a structure, and of those within."""
+    """Return the fields of a structure and of nested structures."""
     if not isinstance(value, triton.language.tuple):
         return None
     return tuple(value.type.fields or ()), tuple(map(_structure, value.values))
 
 
 def refuse_mixed_structures(patch: pytest.MonkeyPatch) -> None:
-    """Raise where one body of a jit function would serve structures with different fields.
+    """Raise if one body of a jit function would serve structures with different fields.
 
-    Triton knows the bodies that it has made by the types of their arguments, and leaves out the
-    names of fields. A second structure with numbers of the same types, whose order is another, gets
-    the body of the first, which then reads the wrong fields.
+    Triton caches bodies by the types of their arguments, without the names of fields. A second
+    structure with the same types but other fields gets the body of the first, which then reads the
+    wrong fields.
     """
     module, bodies, given = None, {}, []
     call, mangle = code_generator.CodeGenerator.call_JitFunction, code_generator.mangle_fn
@@ -173,7 +172,7 @@ def refuse_mixed_structures(patch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def compiling(name: str, folder: Path) -> Iterator[list[Build]]:
-    """Compile every launch within for a GPU, instead of launching it."""
+    """Compile every launch in this context for a GPU instead of launching."""
     builds: list[Build] = []
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
@@ -198,7 +197,7 @@ def compiling(name: str, folder: Path) -> Iterator[list[Build]]:
 
 @contextlib.contextmanager
 def counting(name: str) -> Iterator[dict[str, set[str]]]:
-    """Collect the variants of each kernel that the launches within would compile; none is."""
+    """Collect the variants of each kernel that launches would compile; compile nothing."""
     variants: dict[str, set[str]] = {}
 
     def hook(*, key: Any, fn: Any, **_: Any) -> bool:
@@ -212,9 +211,9 @@ def counting(name: str) -> Iterator[dict[str, set[str]]]:
 
 @contextlib.contextmanager
 def compiled_forms() -> Iterator[dict[tuple[str, str], set[str]]]:
-    """Collect the compilations within: of each kernel, its constants and its dtypes, the variants.
+    """Collect the compiled variants by kernel, constants and dtypes.
 
-    Variants differ in widths of integers and in alignment, which calls of other lengths may have.
+    Variants differ in integer widths and alignment, which change with the lengths of calls.
     """
     variants: dict[tuple[str, str], set[str]] = {}
 
@@ -236,12 +235,12 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def recording(name: str) -> Iterator[list[Launch]]:
-    """Collect the launches within; nothing is compiled."""
+    """Collect the launches in this context; compile nothing."""
     launches: list[Launch] = []
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*_: Any, OPTIONS: Any = None, **options: Any) -> None:
-            # constants that come in one structure, by their names too
+            # also list constants that come in one structure by name
             named = {} if OPTIONS is None else OPTIONS._asdict()
             launches.append(Launch(kernel.__name__, grid, named | options))
 
@@ -260,7 +259,7 @@ def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
         path = folder / f"{kernel}.cubin"
         path.write_bytes(binary.asm["cubin"])
         text = _run("cuobjdump", "-res-usage", path)
-        # stack holds what ptxas spills; local memory proper is not used by these kernels
+        # ptxas spills to the stack; these kernels do not use other local memory
         numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
         spilled, sass = numbers["STACK"] + numbers["LOCAL"], _run("nvdisasm", "-c", path)
         unset, products = reads_of_unset(sass), products_of(binary.asm["ttgir"])
@@ -276,26 +275,25 @@ def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
 def products_of(ttgir: str) -> frozenset[str]:
     """Return the types of matrix products and of sums of floats, with their layouts written out.
 
-    Two builds of which this is the same multiply by the same instructions, and sum the numbers of a
-    row in the same order.
+    Two builds with equal types multiply by the same instructions and sum rows in the same order.
     """
     layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", ttgir, re.MULTILINE))
     found = re.findall(r"(?:dot|dot_scaled) [^\n]* : ([^\n]*?)(?: loc|$)", ttgir, re.MULTILINE)
     found += re.findall(r"^ *\}\) : \((tensor<[0-9x]+f.*?>)\) -> ", ttgir, re.MULTILINE)
-    # of operands in shared memory, where they lie says nothing of what is computed
+    # the layout of operands in shared memory does not change results
     kept = (re.sub(r"!ttg\.memdesc<(\w+).*?(?:>|$)", r"\1", x) for x in found)
     return frozenset(re.sub(r"#\w+\b(?!\.)", lambda m: layouts.get(m[0], m[0]), x) for x in kept)
 
 
 def _run(tool: str, *arguments: str | Path) -> str:
-    """Return what one of NVIDIA's tools, which Triton has with it, prints."""
+    """Run one of the NVIDIA tools that Triton includes; return its output."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     command = [str(path), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _keep_assembly(kernel: str, asm: dict[str, Any], folder: Path) -> None:
-    """Write a build's PTX or AMD assembly, without its name, lines of source and comments."""
+    """Write a build's PTX or AMD assembly without kernel name, line data and comments."""
     kind = "ptx" if "ptx" in asm else "amdgcn"
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" (")[0].split("/")[-1]
     name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', test)}-{kernel.strip('_')}"
@@ -308,11 +306,11 @@ def _keep_assembly(kernel: str, asm: dict[str, Any], folder: Path) -> None:
 
 
 def reads_of_unset(code: str) -> tuple[str, ...]:
-    """Return what computes with a uniform register that nothing above it has set.
+    """Return the instructions that compute with a uniform register that was never set before.
 
-    ptxas 12.8 does so at times with the addresses of Hopper's products, in loops whose loads are
-    not asynchronous: wrong numbers, and reads out of range. Only arithmetic is looked at: products
-    name registers that they do not read, and half of a copied pair may be read by nobody.
+    ptxas 12.8 sometimes emits them for the addresses of Hopper's products in loops whose loads are
+    not asynchronous: wrong numbers, and reads out of range. Only arithmetic is checked: products
+    name registers that they do not read, and one half of a copied pair may be unused.
     """
     found, known = [], set()
     for line in code.splitlines():

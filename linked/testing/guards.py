@@ -1,4 +1,4 @@
-"""Both ways of a call: past PyTorch's and Triton's public interfaces, and through them."""
+"""Compare calls past PyTorch's and Triton's public interfaces with calls through them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 @contextlib.contextmanager
 def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
-    """Let a package believe that the installed Triton, or PyTorch as well, was never tested."""
+    """Make a package treat the installed Triton, and with ``torch_too`` PyTorch, as untested."""
     runtime = importlib.import_module(f"{package}._linked.launch.runtime")
     internals = importlib.import_module(f"{package}._linked.host.internals")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -30,9 +30,9 @@ def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
 
 
 def forget_plans(package: str) -> None:
-    """Let a package forget the forms of earlier calls, and Triton its kernels in memory.
+    """Clear a package's caches by form, and Triton's kernels in memory.
 
-    What Triton keeps of a kernel has another launcher after a call past its look-up.
+    After a call past Triton's look-up, a cached kernel has another launcher.
     """
     forms = importlib.import_module(f"{package}._linked.host.forms")
     for x in gc.get_objects():
@@ -44,11 +44,11 @@ def forget_plans(package: str) -> None:
 
 
 def assert_same_bits(package: str, call: Callable[[], Any]) -> None:
-    """Hold a call, which returns tensors, to the same bits on tested versions and on others."""
+    """Require the same bits of a call's results with tested and with untested versions."""
 
     def bits() -> list[Tensor]:
         forget_plans(package)
-        # the first call plans and compiles, the second takes what is kept
+        # the first call prepares and compiles, the second uses the caches
         made = call(), call()
         return [x.clone() for result in made for x in result]
 

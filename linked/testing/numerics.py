@@ -1,6 +1,6 @@
-"""Cases of numerics tests, and what holds for softmax attention in every package.
+"""Cases of numerics tests, and the comparison of softmax attention in all packages.
 
-A package's ``_numerics`` makes the cases and says which function computes them.
+A package's ``_numerics`` makes the cases and names the function under test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager
 
 C = TypeVar("C", bound="Case")
-# a feature: arguments of a call, made for a problem
+# makes the arguments of a feature for a problem
 Feature = Callable[[Maker, Any], dict[str, Any]]
 
 
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """The definition."""
+        """The reference of the function."""
         raise NotImplementedError
 
     def with_inputs(self: C, **changes: Tensor) -> C:
@@ -95,24 +95,24 @@ def fixed(**options: Any) -> Feature:
 
 
 def compatible(features: Mapping[str, Feature], names: Iterable[str], problem: Any) -> bool:
-    """Say whether these features set different arguments."""
+    """Return whether the features set different arguments."""
     maker = Maker("cpu", torch.float32)
     arguments = [key for name in names for key in features[name](maker, problem)]
     return len(arguments) == len(set(arguments))
 
 
 def nudged(m: Maker, x: Tensor, nudge: float) -> Tensor:
-    """Move every element by that relative amount, up or down."""
+    """Return ``x`` with every element moved by a relative ``nudge``, up or down."""
     return x * (1 + nudge * m.randn(*x.shape).sign()) if nudge else x
 
 
 def nudges(q: Tensor) -> tuple[float, float]:
-    """Return how far inputs are moved: for the LSE, and for what is rounded to the dtype.
+    """Return how far inputs are moved: for the LSE, and for all other results.
 
-    Four units of fp32 for the LSE, which is exact otherwise, and half a unit of a 16-bit dtype for
-    all else, as a kernel rounds probabilities and their gradients to it before it multiplies them.
-    An fp32 product on a GPU is three of TF32, and sums of them are cut off where others round:
-    there it is two of their units.
+    Four units of fp32 for the LSE, which is exact otherwise. For other results half a unit of a
+    16-bit dtype, because a kernel rounds probabilities and their gradients to it before products.
+    On a GPU an fp32 product is three TF32 products whose sums are truncated: there two units of
+    such a product.
     """
     is_tf32 = q.device.type == "cuda" and q.dtype == torch.float32
     fine = 2 * TF32X3_UNIT if is_tf32 else 4 * torch.finfo(torch.float32).eps
@@ -122,9 +122,9 @@ def nudges(q: Tensor) -> tuple[float, float]:
 def further(
     eager: dict[str, Tensor], moved: dict[str, Tensor], oracle: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return eager results, and where nudged ones are further from the oracle, those.
+    """Return, by element, the eager or the nudged result, whichever is further from the oracle.
 
-    Results are sums, at times of few terms that nearly cancel, and eager is exact by luck there.
+    Some results are sums of few terms that nearly cancel, where eager is exact by luck.
     """
     found = {}
     for name, value in eager.items():
@@ -146,12 +146,12 @@ def run(
 ) -> dict[str, Tensor]:
     """Call and differentiate: ``out``, ``lse`` and, with ``grad``, ``dq``, ``dk``, ``dv``, ....
 
-    The gradients that arrive at ``out`` and ``lse`` are random and the same whatever the dtype of
-    ``case``, as they are rounded to bf16 first. With ``unrounded_out`` the softmax is
-    differentiated through the rounded output, as a kernel must that keeps ``out`` alone for its
-    backward: ``ds = p * (dp - dout @ out)``, and an error there is one in ``dlse``. ``nudge`` moves
-    all that enters by that relative amount, up or down, and ``dout @ out`` by a quarter of it, as
-    a sum is not rounded like its like in ``dp``, with which it cancels.
+    The gradients that arrive at ``out`` and ``lse`` are random, and equal for all dtypes because
+    they are rounded to bf16 first. With ``unrounded_out`` the softmax is differentiated through the
+    rounded output, like a kernel that keeps only ``out`` for its backward: ``ds = p * (dp - dout @
+    out)``, where an error acts like one of ``dlse``. ``nudge`` moves all inputs by that relative
+    amount, up or down, and ``dout @ out`` by a quarter of it, since its rounding differs from the
+    rounding of ``dp``, with which it cancels.
     """
     function = function or case.function
     torch.manual_seed(0)  # dropout draws its seed here
@@ -164,7 +164,7 @@ def run(
     leaves = {name: t.requires_grad_() for name, t in inputs.items()}
     out, lse = function(**leaves, **case.options, return_lse=True)
     names = [f"d{name}" for name in leaves]
-    if not out.requires_grad and function is case.reference:  # nothing was computed: no sequence
+    if not out.requires_grad and function is case.reference:  # no sequence, nothing was computed
         zeros = map(torch.zeros_like, inputs.values())
         return {"out": out, "lse": lse, **dict(zip(names, zeros, strict=True))}
     dout, dlse = (nudged(m, t, nudge) for t in incoming(out, lse))
@@ -179,23 +179,23 @@ def run(
 
 
 def incoming(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients that arrive at the two outputs of a call."""
+    """Return random gradients of the two outputs of a call."""
     m = Maker(out.device, torch.bfloat16, seed=1)
     return m.randn(*out.shape).to(out.dtype), m.randn(*lse.shape).to(lse.dtype)
 
 
 def run_oracle(case: Case, *, grad: bool = True, nudge: float = 0.0) -> dict[str, Tensor]:
-    """Do the same in float64, on the same, already rounded, inputs."""
+    """``run`` the reference in float64 on the same, already rounded, inputs."""
     wide = {name: t.double() for name, t in case.inputs.items()}
     options = {name: value for name, value in case.options.items() if name != "out_dtype"}
     return run(replace(case, inputs=wide, options=options), case.reference, grad=grad, nudge=nudge)
 
 
 def run_eager(case: Case, oracle: dict[str, Tensor], *, grad: bool = True) -> dict[str, Tensor]:
-    """Do the same in plain PyTorch: inputs and output in the dtype, scores and LSE in fp32.
+    """``run`` the reference with inputs and output in the dtype, scores and LSE in fp32.
 
-    Where float64 on inputs that are slightly off (``nudges``) is further from the oracle, it takes
-    the place of an eager element (``further``).
+    An element is replaced by the float64 result on slightly moved inputs (``nudges``) if that is
+    further from the oracle (``further``).
     """
     eager = run(case, case.reference, grad=grad, unrounded_out=oracle["out"])
     fine, coarse = nudges(case.inputs["q"])
@@ -208,7 +208,7 @@ def run_eager(case: Case, oracle: dict[str, Tensor], *, grad: bool = True) -> di
 def compare(
     case: Case, got: dict[str, Tensor], oracle: dict[str, Tensor], eager: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Hold all results to their budgets: twice the error of eager code, gradients three times."""
+    """Hold results to twice the error of eager code, gradients to three times."""
     dtype = case.inputs["q"].dtype
     assert got["out"].dtype == case.options.get("out_dtype", dtype)
     assert got["lse"].dtype == torch.float32
@@ -217,7 +217,7 @@ def compare(
             assert_no_worse_than_eager(name, value, eager[name], oracle[name])
             continue
         assert value.dtype == case.inputs[name[1:]].dtype
-        # gradients of fp32 biases and sinks come from tiles in the dtype of q
+        # gradients of fp32 biases and sinks are computed from tiles in the dtype of q
         eps = max(torch.finfo(value.dtype).eps, torch.finfo(dtype).eps)
         eps = max(eps, TF32X3_UNIT) if value.device.type == "cuda" else eps
         assert_no_worse_than_eager(name, value, eager[name], oracle[name], 3.0, eps)

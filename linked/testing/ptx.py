@@ -1,4 +1,4 @@
-"""Runs inline PTX that moves and widens the bytes of words, on tensors of words of 32 bits."""
+"""Runs inline PTX that moves and widens bytes, on tensors of 32-bit words."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
 def run_on_words(text: str, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of 16 bits that a text makes of words.
+    """Return the 16-bit numbers that PTX code makes of words.
 
-    All inputs of a thread are one word, which is there once for each number. Outputs hold two
-    numbers each, in their order.
+    All inputs of a thread are the same word, once per number. Each output holds two numbers, in
+    order.
     """
     outputs = sorted(set(re.findall(r"\$\d+(?=, )", text)) & _written(text))
     group = 2 * len(outputs)
@@ -48,7 +48,7 @@ def _number(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_halves(dtype: torch.dtype, of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an operation on both halves of words, rounded once."""
+    """Return an operation on both 16-bit halves of words, rounded once."""
 
     def operation(*words: Tensor) -> Tensor:
         low, high = (
@@ -72,7 +72,7 @@ def _permuted(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
 
 
 def _by_table(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
-    """Return what ``lop3`` does: of three bits the number of a bit of the table."""
+    """Return the result of ``lop3``: three bits select a bit of the table."""
     made = torch.zeros_like(a)
     for n in range(8):
         if int(table) >> n & 1:

@@ -1,6 +1,6 @@
 """Tiers, the ``device`` argument, and an environment in which unwritten memory shows.
 
-A test belongs to the tiers that its markers say, and to no other place's opinion:
+The markers of a test alone decide its tiers:
 
 =============  ==========================================  =====================================
 marker         runs in                                     ``device``
@@ -14,13 +14,12 @@ marker         runs in                                     ``device``
                no GPU
 =============  ==========================================  =====================================
 
-Whatever has no place in the process at hand is deselected. A machine without a GPU needs three
-processes: ``TRITON_INTERPRET=1 pytest``, ``pytest -m eager`` and ``pytest -m aot``.
+Tests that cannot run in this process are deselected. A machine without a GPU needs three processes:
+``TRITON_INTERPRET=1 pytest``, ``pytest -m eager`` and ``pytest -m aot``.
 
-``once`` is no tier: such a test starts a process of its own, which is the same in each, so the
-interpreter does not run it. ``mutation`` is none either: such a test plants a mistake in a kernel,
-which must show. The first of a test's mistakes runs wherever the test does; ``ATTN_MUTATIONS=all``
-runs all.
+Two more markers are no tiers. A ``once`` test starts its own process, which is the same in every
+tier, so it does not run under the interpreter. A ``mutation`` test plants a mistake in a kernel and
+requires a failure; only the first mistake of a test runs unless ``ATTN_MUTATIONS=all``.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MARKERS = {
 
 
 class Parsed(BaseException):
-    """Triton's front end took the kernels of a test, and no more was asked for; see ``gpus.py``."""
+    """Triton's front end has parsed a test's kernels, which ends the test; see ``gpus.py``."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,7 +65,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # of what is imported here little is garbage, and looking takes a twentieth of the time
+    # imports leave little garbage, and its collection takes a twentieth of the time
     gc.set_threshold(20_000, 50, 50)
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
@@ -75,18 +74,18 @@ def pytest_configure(config: pytest.Config) -> None:
         _skip_what_shows_nothing()
         _keep_types()
         _shorten_operations()
-    # NumPy, under the interpreter, tells of infinities that are as they should be
+    # under the interpreter, NumPy warns about expected infinities
     config.addinivalue_line("filterwarnings", "ignore:.* encountered:RuntimeWarning")
-    # with a Triton or PyTorch to come, all tests run on what serves in place of private interfaces
+    # with a future Triton or PyTorch, all tests run through the public interfaces
     config.addinivalue_line("filterwarnings", "ignore:.* was tested with :RuntimeWarning")
-    # PyTorch 2.11's inductor tells of its own use of torch.jit
+    # PyTorch 2.11's inductor warns about its own use of torch.jit
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script:DeprecationWarning")
 
 
 def _patch_language_once() -> None:
-    """Let the interpreter replace Triton's language once a launch, which takes a third of its time.
+    """Let the interpreter patch Triton's language only once per launch.
 
-    It does so in each call of a jit function, where what a launch replaced stands already.
+    It patches again in each call of a jit function, which takes a third of its time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -116,10 +115,10 @@ def _patch_language_once() -> None:
 
 
 def _skip_what_shows_nothing() -> None:
-    """Take a third off the interpreter's time.
+    """Skip work without effect, a third of the interpreter's time.
 
-    It computes whether each sum of integers overflows and drops the answer, since it does not
-    debug; and it makes its table of NumPy's types anew at each look.
+    It checks each integer sum for overflow but drops the answer outside of debug mode, and it
+    rebuilds its table of NumPy's types at each look-up.
     """
     from triton.runtime import interpreter
 
@@ -142,10 +141,9 @@ def _skip_what_shows_nothing() -> None:
 
 
 def _keep_types() -> None:
-    """Make each type of a block once, and the shape of its tensors.
+    """Cache block types and the shapes of their tensors.
 
-    Every operation makes them anew otherwise, name and all, which takes another third of the
-    interpreter's time.
+    Otherwise every operation makes them again, which takes another third of the interpreter's time.
     """
     import triton.language as tl
 
@@ -157,7 +155,7 @@ def _keep_types() -> None:
 
     def known_block(self: Any, element_ty: Any, shape: Any) -> None:
         lengths = [s.value if isinstance(s, constexpr) else s for s in shape]
-        # two types of pointers have one name in two spaces of memory
+        # pointer types of two address spaces have the same name
         key = element_ty.name, getattr(element_ty, "address_space", None), *lengths
         found = blocks.get(key)
         if found is None:
@@ -170,7 +168,7 @@ def _keep_types() -> None:
         found = tensors.get(key)
         if found is None:
             make_tensor(self, handle, type)
-            # all but its handle and its type
+            # all attributes but handle and type
             tensors[key] = {name: getattr(self, name) for name in ("numel", "dtype", "shape")}
         else:
             self.__dict__.update(found, handle=handle, type=type)
@@ -180,9 +178,9 @@ def _keep_types() -> None:
 
 
 def _shorten_operations() -> None:
-    """Answer at once what an operation asks about its operands, for another fifth of the time.
+    """Shorten type equality, result types and broadcasting of equal shapes.
 
-    Whether two types are one, the type of a result, and what broadcasting does to equal shapes.
+    This saves another fifth of the interpreter's time.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -203,7 +201,7 @@ def _shorten_operations() -> None:
         return found
 
     def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> Any:
-        # a scalar's type has no lengths
+        # the type of a scalar has no lengths
         a, b = getattr(lhs.type, "lengths", None), getattr(rhs.type, "lengths", None)
         return (lhs, rhs) if a == b else broadcast(self, lhs, rhs)
 
@@ -213,7 +211,7 @@ def _shorten_operations() -> None:
 
 
 def _devices(marks: set[str]) -> list[torch.device]:
-    """Devices on which a test with these markers runs in this process."""
+    """Return the devices on which a test with these markers runs in this process."""
     if INTERPRETED:
         return [] if "device" in marks else [torch.device("cpu")]
     devices = [torch.device("cpu")] if "eager" in marks and "device" not in marks else []
@@ -232,7 +230,7 @@ def _belongs(item: pytest.Item) -> bool:
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leave one mistake of each test, unless all are asked for."""
+    """Keep one planted mistake per test, unless ``ATTN_MUTATIONS=all``."""
     seen: set[str] = set()
     kept = []
     for item in items:
@@ -246,7 +244,7 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
-        # a test without any device here is collected once and deselected below
+        # a test without a device here is collected once and deselected below
         devices = _devices(marks) or [torch.device("cpu")]
         metafunc.parametrize("device", devices, ids=[device.type for device in devices])
 
@@ -256,7 +254,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    # the longest tests are those with many examples; begun last, one would keep a process alone
+    # property tests take longest: start them first, so that none runs alone at the end
     items[:] = sorted(kept, key=lambda item: "test_property" not in item.nodeid)
 
 
@@ -264,10 +262,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nan_filled_empty() -> Iterator[None]:
     """Make ``torch.empty`` return NaN (integers: the largest), so that unwritten outputs show.
 
-    Only warns about operators of PyTorch that have no deterministic form; the test's own eager
-    arithmetic may use them.
+    On a GPU, nondeterministic PyTorch operators only warn: a test's eager arithmetic may use them.
     """
-    # use_deterministic_algorithms does the same, and imports inductor for it
+    # use_deterministic_algorithms would do the same but imports inductor
     mode = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn" if HAS_GPU else "error")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def _inside(x: Tensor) -> Tensor:
-    """A window into a larger tensor of NaN, so that a read outside it shows."""
+    """A window of a larger tensor of NaN, so that reads outside it show."""
     if not x.ndim:
         return x
     frame = x.new_full([n + 3 for n in x.shape], float("nan"))
@@ -38,7 +38,7 @@ def _reversed_memory(x: Tensor) -> Tensor:
 
 
 def _odd_token_stride(x: Tensor) -> Tensor:
-    """Rows one element apart from where alignment would want them."""
+    """Rows with one element of padding, so that they are not aligned."""
     frame = x.new_full([*x.shape[:-1], x.shape[-1] + 1], float("nan"))
     view = frame[..., :-1]
     return view.copy_(x)
@@ -54,6 +54,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def same_values(view: str, x: Tensor) -> Tensor:
-    """Return ``x`` laid out otherwise, without a graph."""
+    """Return the values of ``x`` in the memory layout of a view, without a graph."""
     with torch.no_grad():
         return VIEWS[view](x.detach())

@@ -1,7 +1,7 @@
 """A-priori bounds of the error of lightning attention; docs/numerics.md derives them.
 
-The forward and each gradient is a walk: a state decays, takes ``key^T value`` of each token, and
-is read by ``read`` of each token.
+The forward and each gradient is a walk: a state decays, adds ``key^T value`` of each token, and is
+multiplied by ``read`` of each token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .rounding import (
     stored_unit,
 )
 
-# a rate is no larger, so that no distance times it overflows
+# rates are clamped to this, so that no product with a distance overflows
 LARGEST_RATE = 1e4
-# an operand in TF32, which may be cut off rather than rounded
+# an operand in TF32, which may be truncated rather than rounded
 TF32 = 2.0**-10
 
 
 class Rounding(NamedTuple):
-    """What products of a walk round, and the tokens of a chunk, the fewest and the most."""
+    """Rounding errors of a walk's products, and the fewest and the most tokens of a chunk."""
 
     # scores, and the state as it is read
     read: float
@@ -42,25 +42,25 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(dtype: torch.dtype, *, is_exact: bool) -> Rounding:
-    """Return what walks in a dtype round; of ``is_exact`` ones the final state is asked for."""
+    """Return the rounding of walks in a dtype; ``is_exact``: the final state is returned."""
     if dtype == torch.float32:
         return Rounding(TF32X3, TF32X3, product_error(dtype))
     if dtype == torch.float16:
         return Rounding(TF32, TF32, 0.0)
     unit, _ = ROUNDING[dtype]
-    # two numbers of bf16: one cut off below its last bit, the rest rounded
+    # the sum of two bf16 numbers: the first truncated, the second the rounded rest
     return Rounding(unit, 2 * unit * unit if is_exact else unit, 0.0)
 
 
-# one token after the other, in fp32
+# one token at a time, in fp32
 DECODING = Rounding(0.0, 0.0, 0.0, 1, 1)
 
 
 class Walk(NamedTuple):
     """The tensors of a walk, ``[b, h, tokens, ..]`` in float64, and ``first``, ``[b, h, d, e]``.
 
-    In ``reverse``, from the last token to the first, the state decays after a token has read it and
-    not before it writes.
+    In ``reverse``, from the last token to the first, the state decays after a token reads it, not
+    before a token writes to it.
     """
 
     read: Tensor
@@ -74,7 +74,7 @@ class Walk(NamedTuple):
 
 
 def _relative(decay: Tensor, distance: Tensor, rounding: Rounding) -> Tensor:
-    """Return the relative error of what is left after a distance; both broadcast."""
+    """Return the relative error of a decay over a distance; both broadcast."""
     factors = 3 + distance / rounding.fewest
     return torch.expm1(3 * FP32 * decay * distance + factors * (EXP2 + 2 * FP32))
 
@@ -95,7 +95,7 @@ def _states_read(x: Walk, decay: Tensor) -> Tensor:
 def walk_bounds(
     x: Walk, dtype: torch.dtype, rounding: Rounding, *, truncates: bool = False
 ) -> tuple[Bounded, Bounded]:
-    """Return what every token reads, and the state at the end, with bounds."""
+    """Return each token's output and the final state, with bounds."""
     read, key, value = x.read, x.key, x.value
     if x.reverse:
         read, key, value = (t.flip(2) for t in (read, key, value))
@@ -104,7 +104,7 @@ def walk_bounds(
     index = torch.arange(tokens, device=key.device, dtype=torch.float64)
     apart = index[:, None] - index
     scale = abs(x.read_scale * x.write_scale)
-    # ---- of each other
+    # ---- from other tokens
     left = torch.exp(-decay * apart.clamp(min=0)).tril()  # [h, i, j]
     magnitude = left * (read.abs() @ key.abs().mT)
     near = magnitude.masked_fill(apart >= rounding.most, 0.0)
@@ -115,7 +115,7 @@ def walk_bounds(
     errors = scale * (errors + rounding.read * near + TINY)
     out = x.read_scale * x.write_scale * ((left * (read @ key.mT)) @ value)
     out_error = errors @ value.abs()
-    # ---- of the state that arrived
+    # ---- from the initial state
     before = 0 if x.reverse else 1
     since = (index + before)[:, None]
     faded = torch.exp(-decay * since)
@@ -123,7 +123,7 @@ def walk_bounds(
     first_error = _relative(decay, since, rounding) + gamma(d) + rounding.product + 2 * FP32
     size = abs(x.read_scale) * (read.abs() @ x.first.abs())
     out_error = out_error + (faded * first_error + TINY) * size
-    # ---- of rounding the state as it is read
+    # ---- from rounding the state before it is read
     met = _states_read(x._replace(read=read, key=key, value=value), decay)
     out_error = out_error + abs(x.read_scale) * rounding.read * met
     bound = out_error * (1 + 4 * rounding.read) + stored_unit(dtype, truncates) * out.abs()
@@ -131,7 +131,7 @@ def walk_bounds(
     if x.reverse:
         out, bound = out.flip(2), bound.flip(2)
 
-    # ---- the state at the end
+    # ---- the final state
     to_end = (tokens - before - index)[:, None]
     kept = torch.exp(-decay * to_end)
     last = x.write_scale * ((key * kept).mT @ value)
@@ -159,12 +159,12 @@ def lightning_bounds(
     truncates: bool = False,
     decodes: bool = False,
 ) -> dict[str, Bounded]:
-    """Return ``o`` and ``state``, and with ``dout`` also gradients but that of ``decay``.
+    """Return ``o`` and ``state``, and with ``dout`` the gradients except ``ddecay``, with bounds.
 
     ``q`` and ``k`` are ``[batch, tokens, heads, d]``, ``v`` is ``[batch, tokens, heads, e]`` in the
-    dtype of the call, states are ``[batch, heads, d, e]``. The final state is asked for, and so is
-    the gradient of the initial one. ``truncates`` says that results are cut off rather than
-    rounded, as Triton's interpreter does; ``decodes``, that the call is ``lightning_attn_decode``.
+    dtype of the call, states are ``[batch, heads, d, e]``. The call returns the final state and
+    differentiates the initial one. ``truncates``: results are truncated, not rounded, as by
+    Triton's interpreter; ``decodes``: the call is ``lightning_attn_decode``.
     """
     dtype = q.dtype
     qh, kh, vh = (x.double().transpose(1, 2) for x in (q, k, v))

@@ -1,9 +1,8 @@
-"""Attention on Hopper under the law of docs/numerics.md: over dense keys, or pages of a cache.
+"""Attention on Hopper under the law of docs/numerics.md, over dense keys or pages of a cache.
 
-One warp copies by TMA, or a warpgroup loads; one or two warpgroups multiply (wgmma). All builds
-have the products, sums and roundings of a row in common: they differ in where keys come from, in
-how many rows a program has, in masks that hide nothing from a row that another build would show it,
-and in whether a program walks all segments or one.
+One warp copies by TMA, or a warpgroup loads; one or two warpgroups multiply (wgmma). The products,
+sums and roundings of a row are the same in all builds. Builds differ in the source of keys, in rows
+per program, in masks that hide nothing, and in whether a program walks all segments or one.
 """
 
 from ...hopper.compat import gl, gluon, hopper
@@ -23,7 +22,7 @@ from .structures import (
     Tile,
 )
 
-# integers and pointers are taken as they come; see ``runtime.py``
+# integers and pointers are not specialised; see ``runtime.py``
 NUMBERS = Scores._fields + Counts._fields + Strides._fields
 POINTERS = tuple(
     name for name in Arguments._fields if name.endswith("_ptr") and not name.startswith("pa")
@@ -144,7 +143,7 @@ def invariant_hopper_kernel(
     dtype: gl.constexpr = q_desc.dtype
     box_q: gl.constexpr = [WARPGROUPS, 1, 1, PACK, TOKENS, HEAD_DIM]
     q_s = gl.allocate_shared_memory(dtype, box_q, q_desc.layout)
-    # a warp copies by TMA, or a warpgroup loads
+    # one warp copies by TMA, or a warpgroup loads
     WARPS: gl.constexpr = 1 if PIECE > 0 else 4
     box_k: gl.constexpr = [1, 1, 1, BLOCK_N, HEAD_DIM]
     box_v: gl.constexpr = [1, 1, 1, BLOCK_N, HEAD_DIM_V]

@@ -1,10 +1,10 @@
-"""The warpgroups that multiply: every row's sums as docs/numerics.md says, segment by segment.
+"""The consumer warpgroups: sums of rows, segment by segment, as docs/numerics.md defines them.
 
-Every warpgroup owns 64 rows of a tile of queries, query heads of one head of keys times tokens. A
+Every warpgroup owns 64 rows (query heads of one head of keys, times tokens) of a tile of queries. A
 segment is walked from its last tile to its first, with the online softmax of FlashAttention-2 (Dao,
-2023) and the two overlaps of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax runs
-beside the other's products, and beside its own product of the last tile's probabilities with the
-values. What rounds is written so that no compiler has a choice (``enable_fp_fusion`` is off).
+2023) and the two overlaps of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax overlaps
+with the other warpgroup's products, and with its own product of the previous tile's probabilities
+and values. No rounding is left to the compiler (``enable_fp_fusion`` is off).
 """
 
 from ...hopper.compat import copy_out, gl, gluon, hopper, mbarrier, tma
@@ -32,25 +32,25 @@ from ...hopper.softmax import pivot_of, row_sums, tanh
 from .keys import segments_of, tiles_of, within
 from .structures import Queries, State, Work
 
-# the field of an announced tile behind those of ``pipeline``
+# a further field of an announced tile, after those of ``pipeline``
 PART = gl.constexpr(6)
 
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """Return the layout of a warpgroup's wgmma accumulator with so many columns."""
+    """Return the layout of a warpgroup's wgmma accumulator."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def parties(options, tile):
-    """Return how many threads meet where a stage becomes free."""
+    """Return the number of threads at the barrier that frees a stage."""
     return 128 * tile.WARPGROUPS + (32 if options.PIECE > 0 else 128)
 
 
 @gluon.jit
 def _receive(pipeline, count):
-    """Wait for the producer to announce a tile of queries, or that none is left."""
+    """Wait for the producer's next announcement: a tile of queries, or the end."""
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
@@ -78,7 +78,7 @@ def _pass_turn(W: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _scores(s, first, queries, scores, MASKED: gl.constexpr, OPTIONS: gl.constexpr):
-    """Turn products ``[ROWS, BLOCK_N]`` into scores; a key that a row does not see has -inf."""
+    """Turn products ``[ROWS, BLOCK_N]`` into scores; hidden keys get -inf."""
     if OPTIONS.HAS_SOFTCAP:
         s = tanh(s * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
     elif not OPTIONS.FOLD:
@@ -97,10 +97,10 @@ def _scores(s, first, queries, scores, MASKED: gl.constexpr, OPTIONS: gl.constex
 
 @gluon.jit
 def _weigh(s, m, factor, MASKED: gl.constexpr):
-    """Return the new pivots, what the sums before shrink by, and the exponentials of scores.
+    """Return the new pivots, the factors of the sums so far, and the exponentials of scores.
 
-    A pivot moves only where a maximum exceeds it by more than ``SLACK``. Tiles of which a row sees
-    nothing leave its pivot, and shrink by 1.
+    A pivot moves only if a maximum exceeds it by more than ``SLACK``. A tile without visible keys
+    keeps a row's pivot, with the factor 1.
     """
     top = gl.max(s, 1) * factor  # [ROWS]
     m_new = gl.where(top - m > SLACK, top, m)
@@ -122,7 +122,7 @@ def _begin(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return the ``State`` of a segment's last tile: no other product runs beside it."""
+    """Return the ``State`` after a segment's last tile, which overlaps with no other product."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     stage = turn % TILE.STAGES_K
@@ -156,7 +156,7 @@ def _fold(
     TILE: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Fold the tiles of keys ``[start, stop)`` into the sums, the last one first."""
+    """Fold the tiles of keys ``[start, stop)`` into the sums, the last tile first."""
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
@@ -183,7 +183,7 @@ def _fold(
         l = gl.fma(l, gl.convert_layout(alpha, L)[:, None], sums)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-        # factors are mostly 1: where all of a warp are, it skips the products, which change nothing
+        # factors are mostly 1: a warp whose factors are all 1 skips the multiplications
         o = shrink(o, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None])
         p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))
         turn += 1
@@ -207,11 +207,11 @@ def _walk_segment(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return ``(o, m, l, turn)`` of the tiles of a segment, ``l`` in the layout of ``m``.
+    """Return ``(o, m, l, turn)`` of a segment, ``l`` in the layout of ``m``.
 
-    The first loop takes the tiles that the diagonal cuts, the second those that every row sees
-    whole, without code for masks, and the third those that the window's far end cuts. Where a
-    softcap is computed anyway a mask costs little: there one loop takes all tiles.
+    The first loop takes the tiles that the diagonal cuts; the second, without code for masks, the
+    tiles that every row sees whole; the third the tiles that the window's left edge cuts. With a
+    softcap a mask adds little time, so one loop takes all tiles.
     """
     IS_HEAVY: gl.constexpr = OPTIONS.HAS_SOFTCAP and (OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT)
     last = tiles.high - 1
@@ -241,7 +241,7 @@ def _walk_segment(
 
 @gluon.jit
 def _as_rows(x, O: gl.constexpr):
-    """Return numbers of rows as a column beside ``o``, ``[ROWS, 1]``."""
+    """Return numbers of rows as a column ``[ROWS, 1]`` in the layout of ``o``."""
     return gl.convert_layout(x, gl.SliceLayout(1, O))[:, None]
 
 
@@ -257,9 +257,9 @@ def _attend(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return ``(o, m, l, turn)``: the merged sums of the segments that rows see, in their order.
+    """Return ``(o, m, l, turn)``: the sums of the visible segments, merged in order.
 
-    Sums of earlier segments are parked in memory: every thread reads what it wrote itself.
+    Sums of earlier segments are parked in memory: every thread reads its own writes.
     """
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     scores = results.scores
@@ -272,7 +272,7 @@ def _attend(
         m = gl.full(heads.shape, NEG_INF, gl.float32, heads.type.layout)  # [ROWS]
         l = gl.full(heads.shape, 0.0, gl.float32, heads.type.layout)
         if results.sinks_ptr is not None:
-            # a first key without a value; tokens of no sequence have none
+            # the sink is a first key without a value; padding tokens have none
             is_real = (work.sequence >= 0) & (work.sequence < results.counts.batch)
             sink = gl.load(results.sinks_ptr + heads).to(gl.float32) * LOG2E
             m = gl.where(is_real, sink, NEG_INF)
@@ -325,10 +325,10 @@ def _store_part(o, m, l, work, tokens, heads, results, TILE: gl.constexpr):
 def _store(
     o, m, l, work, tokens, heads, out_desc, pipeline, results, W: gl.constexpr, TILE: gl.constexpr
 ):
-    """Write the output of a warpgroup, which leaves by TMA, and the log-sum-exps."""
+    """Write the output of a warpgroup, by TMA, and the log-sum-exps."""
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     counts = results.counts
-    # rows that saw no key: output 0, lse -inf
+    # fully masked rows: output 0, lse -inf
     empty = l == 0.0
     safe = gl.where(empty, 1.0, l)
     if results.lse_ptr is not None:
@@ -340,7 +340,7 @@ def _store(
             at = heads.to(gl.int64) * counts.tokens_q + (work.q_start + tokens)
         gl.store(results.lse_ptr + at, lse, mask=tokens < work.len_q)
     o = o * _as_rows(1.0 / safe, O)
-    # values that nobody sees may be NaN
+    # hidden values may be NaN
     o = gl.where(_as_rows(empty, O), 0.0, o)
     tma.store_wait(0)
     out_s = pipeline.out_s
@@ -360,19 +360,19 @@ def consume(
     ROWS: gl.constexpr = TILE.ROWS
     TOKENS: gl.constexpr = ROWS // TILE.PACK
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    # the scale is part of the exponential's fma; it is positive, so it commutes with max
     factor = 1.0
     if OPTIONS.FOLD:
         factor = results.scores.scale * LOG2E
     if W == TILE.WARPGROUPS - 1:
-        # the first turn
+        # gives warpgroup 0 the first turn
         _pass_turn(W, TILE)
     turn = 0  # tiles of keys
     count = 0  # tiles of queries
     q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
     work = _receive(pipeline, count)
     while work.head >= 0:
-        # heads, and within a head tokens
+        # rows count tokens within a head, then heads
         index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS
         tokens = work.first_row + W * TOKENS + index % TOKENS
@@ -386,12 +386,12 @@ def consume(
         else:
             _store(o, m, l, work, tokens, heads, out_desc, pipeline, results, W, TILE)
         if TILE.SHARE:
-            # the output leaves through the memory of the queries
+            # the output is staged in the memory of the queries
             tma.store_wait(0)
             mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         count += 1
         work = _receive(pipeline, count)
     tma.store_wait(0)
     if W == 0 and TILE.WARPGROUPS > 1:
-        # the last turn that was passed on
+        # takes the last turn, which the other warpgroup passed
         barrier_sync(TURN, 256, 4)

@@ -1,4 +1,4 @@
-"""Which keys TMA reads where they are."""
+"""Which keys TMA can copy in place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..plans import Call, KeyForm, Scores
 
-# keys of a page that are worth a copy, and rows of a tensor map of a cache
+# the fewest keys per copy, and a limit of the rows of a cache's tensor map
 MIN_PIECE = 16
 MAX_ROWS = 2**30
 
 
 def is_copied(x: Call, scores: Scores, keys: KeyForm) -> bool:
-    """Say whether TMA copies the keys of a form of calls to the kernel for Hopper."""
+    """Return whether TMA copies the keys of a form of calls of the Hopper kernel."""
     page = keys.page or MIN_PIECE
     if copied_keys(page, scores.window_left, MIN_PIECE) < MIN_PIECE:
         return False
@@ -25,10 +25,10 @@ def is_copied(x: Call, scores: Scores, keys: KeyForm) -> bool:
 
 
 def copied_keys(page: int, window_left: int, most: int) -> int:
-    """Return how many keys of a page are copied at once: a power of two that divides it.
+    """Return the number of keys per copy: a power of two that divides the page size.
 
-    A copy can leave out keys at one end alone: those before the first row's window, or those past
-    the end. Between the two lie ``window_left + 1`` keys or more.
+    A copy can leave out keys at one end only: those before the first row's window, or those past
+    the end. At least ``window_left + 1`` keys lie between the two.
     """
     piece = min(page & -page, most)
     if window_left >= 0:
@@ -37,7 +37,7 @@ def copied_keys(page: int, window_left: int, most: int) -> int:
 
 
 def _is_mappable(cache: Tensor) -> bool:
-    """Say whether TMA can read a cache, as rows of one head each, where it is."""
+    """Return whether TMA can read a cache in place, as rows of one head each."""
     if cache.ndim != 4:
         return False
     page, slot, head, inner = cache.stride()

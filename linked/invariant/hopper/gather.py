@@ -1,27 +1,27 @@
-"""Keys and values that TMA does not read: a warpgroup loads them in place of TMA.
+"""Keys and values that TMA cannot copy: a warpgroup loads them.
 
-Small or odd pages, caches of 8 bits, caches whose keys have gaps, new keys beside a cache. Tiles in
-shared memory are those that TMA would have copied, so that no bit depends on which of them came.
+These are small or odd pages, caches of 8 bits, caches whose keys have gaps, and new keys besides a
+cache. The tiles in shared memory are the same as by TMA, so results have the same bits.
 """
 
 from ...hopper.compat import gl, gluon, hopper, mbarrier
 from ...hopper.pipeline import TURN, barrier_sync
 from .structures import Layout, Lines
 
-# the warps that load
+# warps that load
 WARPS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
 def _layout_of(columns):
-    """Return how a warpgroup holds a tile: 16 bytes of a row a thread."""
+    """Return the layout of a tile in a warpgroup: 16 bytes of a row per thread."""
     across = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _descale_of(pointer, seen, inputs, OPTIONS: gl.constexpr):
-    """Return what a head's numbers of 8 bits are multiplied by."""
+    """Return the descale factor of a head."""
     at = seen.head * (OPTIONS.DESCALE_NDIM > 0)
     if OPTIONS.DESCALE_NDIM == 2:
         at += seen.sequence * inputs.counts.heads_k
@@ -32,7 +32,7 @@ def _descale_of(pointer, seen, inputs, OPTIONS: gl.constexpr):
 def _load_cached(
     keys, seen, lines, inputs, PAGE: gl.constexpr, WHERE: gl.constexpr, COLS: gl.constexpr
 ):
-    """Load cached lines of a tile, ``[BLOCK_N, COLS]``; those that are not seen are 0."""
+    """Load cached keys or values of a tile, ``[BLOCK_N, COLS]``; hidden ones are 0."""
     cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
     cached = (keys >= seen.first) & (keys < gl.minimum(seen.last, seen.context))  # [BLOCK_N]
     width = (cols < WHERE.WIDTH)[None, :]
@@ -60,7 +60,7 @@ def _load_cached(
 
 @gluon.jit
 def _load_new(keys, seen, lines, WHERE: gl.constexpr, COLS: gl.constexpr):
-    """Load new lines of a tile, ``[BLOCK_N, COLS]``; those that are not seen are 0."""
+    """Load new keys or values of a tile, ``[BLOCK_N, COLS]``; hidden ones are 0."""
     cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
     row = (seen.start + keys - seen.context).to(gl.int64) * lines.stride_new  # [BLOCK_N]
     begins = (lines.new_ptr + seen.head.to(gl.int64) * lines.stride_new_head) + row[:, None]
@@ -83,7 +83,7 @@ def _gather(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Load a tile into shared memory in the dtype of the queries, and say that it is full."""
+    """Load a tile into shared memory in the queries' dtype, and signal that it is full."""
     COLS: gl.constexpr = memory.shape[4]
     Q: gl.constexpr = inputs.q_desc.dtype
     rows: gl.constexpr = gl.SliceLayout(1, _layout_of(COLS))
@@ -97,7 +97,7 @@ def _gather(
         x = gl.where((keys < seen.context)[:, None], x, new.to(Q))
     memory.reshape([TILE.BLOCK_N, COLS]).store(x)
     hopper.fence_async_shared()
-    # all warps have stored
+    # wait until all warps have stored
     barrier_sync(TURN, 32 * WARPS, WARPS)
     mbarrier.arrive(full, count=1)
 

@@ -1,4 +1,4 @@
-"""Which tiles of keys a tile of queries sees, and where segments cut them."""
+"""Which tiles of keys a tile of queries sees, by segment."""
 
 from ...hopper.compat import gl, gluon
 from ...hopper.pipeline import key_tiles
@@ -24,7 +24,7 @@ def tiles_of(work, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def segments_of(tiles, part, TILE: gl.constexpr):
-    """Return ``(first, last)``: the segments ``[first, last)`` that are walked."""
+    """Return ``(first, last)``: the program walks the segments ``[first, last)``."""
     first = tiles.low // TILE.SEGMENT
     last = gl.cdiv(tiles.high, TILE.SEGMENT)
     first = gl.where(part >= 0, gl.maximum(first, part), first)
@@ -34,7 +34,7 @@ def segments_of(tiles, part, TILE: gl.constexpr):
 
 @gluon.jit
 def within(tiles, segment, TILE: gl.constexpr):
-    """Return the ``KeyTiles`` of a segment; the last one counts as cut."""
+    """Return the ``KeyTiles`` of a segment; its last tile counts as masked."""
     low = gl.maximum(tiles.low, segment * TILE.SEGMENT)
     high = gl.minimum(tiles.high, (segment + 1) * TILE.SEGMENT)
     right = gl.maximum(gl.minimum(tiles.right, high - 1), low)

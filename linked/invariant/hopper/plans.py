@@ -1,4 +1,4 @@
-"""The host side of the invariant kernel for Hopper: what it serves, tensor maps, the launches."""
+"""Launcher of the invariant kernel for Hopper, with its tensor maps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ...hopper.tma import MapForm, MapLaunch
 from ...host.arguments import FP32_TINY, MAX_WINDOW
 from ...host.tiles import padded_head_dim
-from ...launch.runtime import Launch, row_bytes
+from ...launch.runtime import Launch, row_bytes, token_strides
 from ..kernels import invariant_merge_kernel
 from ..structures import MergeNumbers, MergeTensors, MergeTile
 from .attention import invariant_hopper_kernel
@@ -25,25 +25,25 @@ from .structures import Scores as ScoreNumbers
 if TYPE_CHECKING:
     from ..plans import Call, InvariantRun, KeyForm, Scores
 
-# what programs that run at the same time should read together
+# keys and values that concurrent programs should read together
 L2_BYTES = 32 * 2**20
-# what the sums of segments may take at most
+# limit of the memory for sums of segments
 PART_BYTES = 2**28
 MERGE_ROWS = 4
-# what writing and merging of sums takes, as a share of the walk
+# time to write and merge sums, relative to the walk
 MERGING = 0.05
 ROWS = 64
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The grid of the walk, a part of the law, and the buffers, which are none."""
+    """Tile sizes, which are part of the law, and buffers, which are not."""
 
     block_n: int
     segment: int  # tiles of keys
     stages_k: int
     stages_v: int
-    share: bool  # the output leaves through the queries' memory
+    share: bool  # the output is staged in the queries' memory
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def hopper_tile(width: int) -> HopperTile:
 
 
 class HopperInvariantPlan:
-    """The launches of the calls of one form."""
+    """The launcher of the Hopper kernel for calls of one form."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class HopperInvariantPlan:
         portable: InvariantRun,
         is_kept: bool = False,
     ) -> None:
-        """Take a call, what serves it if it is empty, and whether there are others after it."""
+        """``portable``: launcher of empty calls; ``is_kept``: this launcher will be reused."""
         self._portable = portable
         q, out = x.q, x.out
         self._batch, self._head_dim_v = batch, keys.head_dim_v
@@ -113,7 +113,7 @@ class HopperInvariantPlan:
             HAS_LEFT=scores.window_left >= 0,
             HAS_RIGHT=scores.window_right >= 0,
             HAS_SOFTCAP=scores.softcap != 0.0,
-            # of a hidden score, -inf, the factor 0 would make NaN
+            # a factor 0 would turn a hidden score, -inf, into NaN
             FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
             PAGE=keys.page,
             PIECE=piece,
@@ -124,7 +124,7 @@ class HopperInvariantPlan:
             ROW_BYTES=row_bytes(q),
             DECODE_FROM_CACHE=keys.decode_from_cache,
         )
-        # where keys are loaded, the registers of two warpgroups are for one that multiplies
+        # if a warpgroup loads keys, registers suffice for one consumer warpgroup only
         self._most_warpgroups = 2 if piece > 0 else 1
         self._launches = {}
         for warpgroups in range(1, self._most_warpgroups + 1):
@@ -148,7 +148,7 @@ class HopperInvariantPlan:
                 **shape._asdict(),
                 "num_warps": 4,
                 "maxnreg": 168 if piece > 0 else 240,
-                # one rounding for all builds: none of them chooses what is fused
+                # no build may choose what it fuses, so that all round alike
                 "enable_fp_fusion": False,
             }
             whole = MapLaunch(invariant_hopper_kernel, constants)
@@ -157,12 +157,12 @@ class HopperInvariantPlan:
         merge = MergeTile(keys.head_dim_v, padded_head_dim(keys.head_dim_v), MERGE_ROWS)
         kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
         self._merge = Launch(invariant_merge_kernel, {**merge._asdict(), **kind})
-        self._strides_out = out.stride()[:3] if out.ndim == 4 else (0, *out.stride()[:2])
+        self._strides_out = token_strides(out)
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:
-        """Return how many tickets share the keys of a tile of rows: one, or one per segment.
+        """Return the number of tickets per tile of rows: one, or one per segment of keys.
 
-        The result does not depend on it.
+        The attention result does not depend on it.
         """
         parts = cdiv(most_keys, self._segment)
         if parts < 2 or parts * rows * (self._head_dim_v + 2) * 4 > PART_BYTES:
@@ -175,9 +175,9 @@ class HopperInvariantPlan:
 
         Args:
             x: its tensors.
-            tokens_k: keys of each sequence, where no tensor says it.
-            most_queries: how many queries a sequence is expected to have at most.
-            most_keys: a bound of the keys of a sequence; 0: none is known.
+            tokens_k: keys per sequence, if no tensor holds the lengths.
+            most_queries: the expected largest number of queries of a sequence.
+            most_keys: upper bound of the keys of a sequence; 0: unknown.
         """
         q = x.q
         tokens_q = q.shape[-3]
@@ -195,7 +195,7 @@ class HopperInvariantPlan:
         total = slots * self._packs * parts
         if total > MAX_TICKETS:
             raise NotImplementedError(f"q is too large for one launch: {total} tiles")
-        # a last group of heads is at most twice as large as the others
+        # the last section of heads is at most twice as large as each other section
         heads = self._batch * self._packs
         span = self._heads_k * L2_BYTES // max(1, self._heads_k * tokens_k * self._token_bytes)
         span = min(max(1, span * self._packs // self._heads_k), heads)
@@ -239,7 +239,7 @@ class HopperInvariantPlan:
             whole(grid, made, numbers)
             return
         part_out = q.new_empty((parts, rows, self._head_dim_v), dtype=torch.float32)
-        # segments that no row of a tile sees are not written
+        # the kernel does not write segments without visible keys
         part_max = q.new_full((parts, rows), float("-inf"), dtype=torch.float32)
         part_sum = q.new_empty((parts, rows), dtype=torch.float32)
         sums = part_out, part_max, part_sum
@@ -269,16 +269,16 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def rows_of_page(x: Tensor) -> int:
-    """Return how many rows a page, or a sequence, is from the next; of one there is no next."""
+    """Return the rows from one page, or sequence, to the next; 0 if there is only one."""
     if x.ndim == 3 or x.shape[0] <= 1:
         return 0
     return x.stride(0) // x.stride(1) if _is_in_rows(x) else x.shape[1]
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return the view of a cache as one row of slots after the other, between pages whatever.
+    """Return a cache or dense keys as ``[slots, heads, width]``; gaps between pages stay rows.
 
-    Likewise of dense keys. A copy, if sequences do not lie a number of whole rows apart.
+    A copy if the distance of pages or sequences is no whole number of rows.
     """
     if x.ndim == 3:
         return x

@@ -1,6 +1,6 @@
-"""Who fills shared memory: which tile of queries is next, its queries, its keys and values.
+"""The producer: takes tiles of queries and fills shared memory with queries, keys and values.
 
-A warp copies by TMA. Where TMA does not read keys, four warps are here, and load them.
+It is one warp that copies by TMA, or four warps that load the keys that TMA cannot copy.
 """
 
 from ...hopper.compat import copy_in, gl, gluon, mbarrier
@@ -24,7 +24,7 @@ from .gather import gather_keys, gather_values
 from .keys import segments_of, tiles_of, within
 from .structures import Seen, Work
 
-# lanes of a warp; each holds the page of one piece of a tile of keys
+# lanes of a warp; each holds the page of one piece (one copy) of a tile of keys
 LANES = gl.constexpr(32)
 
 
@@ -35,7 +35,7 @@ def _lanes(warps):
 
 @gluon.jit
 def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` are padding ahead and behind.
+    """Return the sequence that owns a slot; -1 and ``batch``: padding before and after all.
 
     Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
     """
@@ -51,11 +51,11 @@ def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr, WARPS: gl.c
 
 @gluon.jit
 def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr):
-    """Return the ``Work`` of a ticket, and where its keys begin; a head of -1: there is none.
+    """Return the ``Work`` of a ticket and the start of its keys; a head of -1 means no work.
 
-    Tickets count segments, if these have tickets, then packs of heads, then slots; sequences own
-    slots by their length. Of a sequence the last block starts first, which under a causal mask sees
-    the most keys.
+    Tickets count segments, if these have their own tickets, then packs of heads, then slots;
+    sequences own slots by their length. A sequence's last block, which under a causal mask sees
+    most keys, comes first.
     """
     BLOCK: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
     counts = inputs.counts
@@ -99,7 +99,7 @@ def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: g
 
 @gluon.jit
 def _next_work(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr):
-    """Return the first ticket from this one on that has queries, its ``Work``, its keys' start."""
+    """Return the next ticket with queries, this one included, its ``Work`` and its keys' start."""
     work, k_start = _work_of(ticket, inputs, OPTIONS, TILE, WARPS)
     while (work.head < 0) & (ticket < inputs.counts.total):
         ticket = _next_ticket(inputs)
@@ -109,13 +109,13 @@ def _next_work(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS:
 
 @gluon.jit
 def _next_ticket(inputs):
-    """Take a ticket from the counter; every program has its own number as its first."""
+    """Take a ticket from the tile counter; a program's first ticket is its own number."""
     return gl.num_programs(0) + gl.atomic_add(inputs.ticket_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
 def _announce(index, work, count, pipeline):
-    """Tell the consumers which tile of queries comes next; ``index`` counts the fields."""
+    """Announce the next tile of queries to the consumers; ``index`` counts the fields."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     fields = gl.where(index == FIRST_ROW, work.first_row, work.head)
@@ -130,7 +130,7 @@ def _announce(index, work, count, pipeline):
 
 @gluon.jit
 def _copy_queries(work, count, inputs, pipeline, TILE: gl.constexpr):
-    """Copy a tile of queries, for each warpgroup its own."""
+    """Copy a tile of queries, one box per warpgroup."""
     RAGGED: gl.constexpr = inputs.cu_seqlens_q_ptr is not None
     for w in gl.static_range(TILE.WARPGROUPS):
         row = work.first_row + w * (TILE.ROWS // TILE.PACK)
@@ -142,7 +142,7 @@ def _copy_queries(work, count, inputs, pipeline, TILE: gl.constexpr):
 
 @gluon.jit
 def _look_up(tile, seen, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the pages of a tile's pieces, one a lane; only those with keys inside are read."""
+    """Return the pages of a tile's pieces, one per lane; pieces without visible keys have 0."""
     index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
     pages = index
     if OPTIONS.PAGE > 0:
@@ -170,9 +170,9 @@ def _copy_keys(
 ):
     """Copy a tile of one head; keys outside of ``[first, last)`` become zeros.
 
-    The map is one of rows, ``page_rows`` from one page, or sequence, to the next. It ends a piece
-    where the keys end (see ``coordinates``), or begins it where they begin: rows below 0 read as
-    zeros, too. So what is not seen is not read, and a piece without keys has no page.
+    The map has rows, with ``page_rows`` from one page or sequence to the next. A piece ends where
+    the keys end (see ``coordinates``), or begins where they begin: rows below 0 are zeros, too. So
+    hidden keys are not read, and a piece without keys needs no page.
     """
     PIECE: gl.constexpr = OPTIONS.PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
@@ -208,9 +208,9 @@ def _copy_tile(
     TILE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Copy a tile of queries, and the keys and values that it sees, in the order of their use.
+    """Copy a tile of queries and the keys and values that it sees, in the order of use.
 
-    Return how many tiles of keys and of values have been copied by now.
+    Return the total numbers of copied tiles of keys and of values.
     """
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     STAGES_K: gl.constexpr = TILE.STAGES_K
@@ -232,7 +232,7 @@ def _copy_tile(
         steps = part.high - part.low
         pages_v = gl.full([LANES], 0, gl.int32, _lanes(WARPS))
         for step in range(steps + 1):
-            # keys one tile ahead of values; their pages are looked up before there is room
+            # keys are one tile ahead of values; look up their pages before waiting for a free stage
             pages = pages_v
             if step < steps:
                 tile = part.high - 1 - step
@@ -287,7 +287,7 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: 
         count += 1
         ticket, work, k_start = _next_work(_next_ticket(inputs), inputs, OPTIONS, TILE, WARPS)
     _announce(index, Work(-1, -1, -1, -1, -1, -1, -1), count, pipeline)
-    # nobody may be left at a barrier
+    # meet the consumers' last arrivals, so that no barrier stays incomplete
     for back in gl.static_range(STAGES_K):
         if turn > back:
             barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, WARPS)
@@ -295,5 +295,5 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: 
         if turn_v > back:
             barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, WARPS)
     if ticket == total + gl.num_programs(0) - 1:
-        # the last to ask: ready for the next launch
+        # the last program to ask resets the counter for the next launch
         gl.atomic_xchg(inputs.ticket_ptr, 0, sem="relaxed")

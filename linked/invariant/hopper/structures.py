@@ -1,7 +1,7 @@
 """Structures of the invariant kernel for Hopper; see ``..structures``.
 
-Fields in upper case are constants of a build, the others are known when a kernel runs; no structure
-has both. The host passes the fields of the first part one by one, in this order.
+Fields in upper case are constants of a build, lower-case fields are run-time values; no structure
+has both. The host passes the fields of the first structures one by one, in this order.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 
 
 class Arguments(NamedTuple):
-    """Tensor maps (TMA), and pointers; None for what is not given."""
+    """Tensor maps (TMA) and pointers, or None."""
 
     q_desc: Any
-    k_desc: Any  # None: what TMA does not read, is loaded; see ``gather.py``
+    k_desc: Any  # None: a warpgroup loads keys and values; see ``gather.py``
     v_desc: Any
     out_desc: Any
     k_ptr: Any
     v_ptr: Any
-    new_k_ptr: Any  # dense keys and values behind those in pages
+    new_k_ptr: Any  # dense keys and values that follow those in pages
     new_v_ptr: Any
     k_descale_ptr: Any
     v_descale_ptr: Any
     lse_ptr: Any
-    part_out_ptr: Any  # sums of segments that are merged later
+    part_out_ptr: Any  # sums of segments, to be merged later
     part_max_ptr: Any
     part_sum_ptr: Any
-    park_ptr: Any  # a program's sums of the segments before
-    ticket_ptr: Any  # the counter from which programs take their tiles
+    park_ptr: Any  # a program's sums of earlier segments
+    ticket_ptr: Any  # the tile counter
     sinks_ptr: Any
     block_table_ptr: Any
     cu_seqlens_q_ptr: Any
@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns products into scores, and which of them count."""
+    """Scale, softcap and window of scores."""
 
     scale: Any
     softcap: Any
@@ -47,23 +47,25 @@ class Scores(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How much there is, and how it is shared out."""
+    """Sizes of the problem, and its division into tickets."""
 
     batch: Any
     packs: Any  # groups of query heads that share a tile
     heads_k: Any
-    tokens_q: Any  # of a sequence where all have one length, else of all
+    tokens_q: Any  # per sequence if all have one length, else in total
     tokens_k: Any
     tiles: Any  # the order of tiles of sequences of one length; see ``pipeline.locate``
     span: Any
     last: Any
-    parts: Any  # segments that have tickets of their own; 1: a program walks all
+    parts: Any  # segments with their own tickets; 1: one program walks all segments
     total: Any  # tickets
 
 
 class Strides(NamedTuple):
-    """Rows from one page of a cache to the next, and strides; those from ``stride_kb`` on count
-    elements of what is loaded, as in ``..structures.Numbers``."""
+    """Rows from one page of a cache to the next, and strides in elements.
+
+    The strides from ``stride_kb`` on are those of ``..structures.Numbers``, for loads.
+    """
 
     page_rows_k: Any
     page_rows_v: Any
@@ -85,16 +87,16 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is asked for, and how keys lie."""
+    """What a call computes, and the layout of its keys."""
 
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
-    FOLD: Any  # nothing but a positive scale is between products and softmax
-    PAGE: Any  # slots of a page; 0: keys lie dense
-    PIECE: Any  # keys that are copied at once; 0: they are loaded
+    FOLD: Any  # a positive scale is the only step between products and softmax
+    PAGE: Any  # slots per page; 0: keys are dense
+    PIECE: Any  # keys per TMA copy; 0: a warpgroup loads them
     DESCALE_NDIM: Any
-    K_RUN: Any  # of what is loaded, as in ``..structures.Options``
+    K_RUN: Any  # for loads, as in ``..structures.Options``
     K_BYTES: Any
     V_BYTES: Any
     ROW_BYTES: Any
@@ -105,7 +107,7 @@ class Tile(NamedTuple):
     """How a program divides its work."""
 
     GROUP: Any  # query heads per key head
-    PACK: Any  # those of them that share a tile
+    PACK: Any  # query heads that share a tile
     WARPGROUPS: Any
     ROWS: Any  # of a warpgroup
     BLOCK_N: Any
@@ -115,21 +117,21 @@ class Tile(NamedTuple):
     WIDTH_V: Any
     STAGES_K: Any
     STAGES_V: Any
-    SHARE: Any  # the output leaves through the memory of the queries
+    SHARE: Any  # the output is staged in the memory of the queries
     SEGMENT: Any  # tiles of keys
 
 
-# ---- what the entry hands to the warps
+# ---- passed from the entry to the warps
 
 
 class Pipeline(NamedTuple):
-    """Shared memory, and the mbarriers that say when a part of it is full or empty."""
+    """Shared memory, and the mbarriers that signal full and empty buffers."""
 
     q_s: Any
     k_s: Any
     v_s: Any
     out_s: Any
-    fields_s: Any  # what the producer announces of a tile
+    fields_s: Any  # the producer's descriptions of tiles
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -139,7 +141,7 @@ class Pipeline(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where sums of segments go, and how many rows a segment has there."""
+    """Where sums of segments are written."""
 
     out_ptr: Any
     max_ptr: Any
@@ -148,7 +150,7 @@ class Parts(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What consumers read and write beside shared memory."""
+    """What consumers read and write besides shared memory."""
 
     lse_ptr: Any
     parts: Any
@@ -180,13 +182,13 @@ class Inputs(NamedTuple):
     strides: Any
 
 
-# ---- what functions hand on
+# ---- passed between device functions
 
 
 class Work(NamedTuple):
     """A tile of queries; a head of -1 means that none is left.
 
-    ``part`` is the one segment that is walked, or -1 for all.
+    ``part`` is the only segment to walk, or -1 for all.
     """
 
     head: Any
@@ -199,7 +201,7 @@ class Work(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Tiles of keys from ``low`` up to ``high``; those from ``left`` up to ``right`` are whole."""
+    """Tiles of keys ``[low, high)``; the tiles ``[left, right)`` need no mask."""
 
     low: Any
     left: Any
@@ -208,18 +210,18 @@ class KeyTiles(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of a head of keys those that some row of a tile of queries sees: ``[first, last)``."""
+    """The keys ``[first, last)`` of a head that some row of a tile of queries sees."""
 
     sequence: Any
     head: Any
-    start: Any  # of the sequence, or of its new keys, where keys lie dense
+    start: Any  # of the sequence's dense keys, or of its new keys
     context: Any  # keys from here on are new
     first: Any
     last: Any
 
 
 class Lines(NamedTuple):
-    """Where the keys, or the values, of a cache lie, and new ones."""
+    """Addresses and strides of the keys or values of a cache, and of new ones."""
 
     ptr: Any
     stride_page: Any
@@ -236,22 +238,22 @@ class Layout(NamedTuple):
     """Constants of ``Lines``."""
 
     WIDTH: Any
-    RUN: Any  # numbers that follow each other
+    RUN: Any  # consecutive numbers
     BYTES: Any  # alignment of every run; 0: its numbers have gaps
     NEW_BYTES: Any
 
 
 class Queries(NamedTuple):
-    """What keys are held against, row by row."""
+    """The queries of a warpgroup, row by row."""
 
     q: Any
-    rows: Any  # counted from the one that faces key 0
+    rows: Any  # positions of the queries on the axis of keys
     len_k: Any
     factor: Any
 
 
 class State(NamedTuple):
-    """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values."""
+    """The running softmax; ``o`` lacks the product of ``p`` and the last tile of values."""
 
     o: Any
     m: Any
