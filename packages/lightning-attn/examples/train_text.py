@@ -4,10 +4,10 @@
     python examples/train_text.py --short             a few steps, to try the script
     python examples/train_text.py --text FILE --plot loss.png
 
-The model reads bytes. Its layers are those of MiniMax-Text-01 in small: seven of lightning
-attention for each one of softmax attention. The text is this package's README, if no other is
-named. Then it continues a prompt in two ways that have to agree: with the parallel form over all
-bytes so far, and token by token with the decode kernel, whose states begin where prefill ended.
+The model reads bytes. Its layers are a small version of MiniMax-Text-01: seven of lightning
+attention for one of softmax attention. The default text is this package's README. After training,
+the model continues a prompt in two ways that have to agree: by a full forward over all bytes so
+far, and token by token with the decode kernel, from the states after prefill.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.nn import functional
 
 LAYERS, HEADS, HEAD_DIM = 8, 4, 16
 WIDTH = HEADS * HEAD_DIM
-# each eighth layer is of softmax attention
+# every eighth layer has softmax attention
 SOFTMAX_EVERY = 8
 
 
 @dataclass
 class Memory:
-    """What generating keeps: a state per lightning layer, keys and values per softmax layer."""
+    """The cache of generation: a state per lightning layer, keys and values per softmax layer."""
 
     states: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
