@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each behind a norm."""
+    """Attention and a gated feed-forward layer, each after a norm."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, data: Tensor, steps: int, batch: int, length: int) -> list[float]:
-    """Train on random pieces of the text; return the loss of every step, in nats per byte."""
+    """Train on random excerpts of the text; return the loss of every step, in nats per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     losses = []
@@ -142,9 +142,9 @@ def train(model: Model, data: Tensor, steps: int, batch: int, length: int) -> li
 
 @torch.no_grad()
 def generate(model: Model, prompt: Tensor, tokens: int) -> tuple[Tensor, float]:
-    """Continue a prompt with the decode kernel, greedily; return it, and the largest difference.
+    """Continue a prompt greedily with the decode kernel.
 
-    The difference is that of the logits from those of the parallel form over the whole result.
+    Return the bytes, and the largest difference of their logits from those of a full forward.
     """
     memory = Memory()
     logits = [model(prompt, memory)]
@@ -186,7 +186,7 @@ def main() -> int:
         arguments.steps, arguments.batch, arguments.length = 6, 2, 64
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # so small are the tensors that a second thread waits more than it computes
+    # the tensors are so small that a second thread would wait more than it computes
     torch.set_num_threads(1)
     data = torch.tensor(list(arguments.text.read_bytes()), device=device)
     model = Model().to(device)

@@ -1,7 +1,7 @@
 """``python -m lightning_attn [check]``: versions, tiles, and a check of the kernels here.
 
-On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
-Triton decides at its import whether to interpret.
+Without a GPU the kernels run in Triton's interpreter, in a child process, because Triton decides at
+import whether to interpret.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def describe(platform: Platform) -> None:
 
 
 def _kernels_of(platform: Platform) -> str:
-    """Say which kernels run here."""
+    """Return a text about the kernels that run on a platform."""
     if not takes_hopper_walk(platform, 128, 128, "bf16"):
         return "every feature runs on the portable Triton kernels"
     return (
@@ -59,7 +59,7 @@ def check(device: torch.device) -> bool:
     good = True
     is_hopper = takes_hopper_walk(detect(device), 64, 80, "bf16")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        # tails behind every chunk, unequal dimensions, a head without decay
+        # a tail after whole chunks, unequal dimensions, a head without decay
         tokens, d, e = (200, 64, 80) if is_hopper and dtype == torch.bfloat16 else (37, 32, 48)
         inputs = [draw(1, tokens, 2, d, dtype=dtype), draw(1, tokens, 2, d, dtype=dtype)]
         inputs += [draw(1, tokens, 2, e, dtype=dtype), torch.tensor([0.0, 0.3], device=device)]
@@ -85,7 +85,7 @@ def check(device: torch.device) -> bool:
 
 
 def _check_decode(draw: Callable[..., Tensor], device: torch.device) -> bool:
-    """Decode some tokens in place, beside the reference."""
+    """Decode some tokens in place, and compare with the reference."""
     q, k, v, cache = draw(3, 2, 2, 32), draw(3, 2, 2, 32), draw(3, 2, 2, 48), draw(4, 2, 32, 48)
     decay, slots = torch.tensor([0.0, 0.3], device=device), torch.tensor([3, -1, 0], device=device)
     results = []

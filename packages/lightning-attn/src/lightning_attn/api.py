@@ -36,8 +36,8 @@ def lightning_attn_func(
         S_t = exp(-s) * S_(t-1) + k_t^T v_t
         o_t = scale * q_t S_t
 
-    computed chunk by chunk (Qin et al. 2024), in memory linear in the sequence length. Cutting a
-    sequence anywhere, and carrying the state across the cut, changes rounding alone.
+    computed chunk by chunk (Qin et al. 2024), in memory linear in the sequence length. A sequence
+    may be cut anywhere, with the state passed across the cut: this changes only the rounding.
 
     Args:
         q: queries, ``[batch, seqlen, heads, d]``; fp16, bf16 or fp32. ``d`` is a multiple of 16 up
@@ -45,18 +45,18 @@ def lightning_attn_func(
         k: keys, the shape and dtype of ``q``.
         v: values, ``[batch, seqlen, heads, e]``, dtype of ``q``; ``e`` is a multiple of 16 up to
             256, and may differ from ``d``.
-        decay: s, fp32, ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``. At least 0, which is
-            no decay; ``inf`` forgets all that was before. On a GPU the values are the caller's duty
-            (:func:`validate_decay`).
+        decay: s, fp32, ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``. At least 0; 0 is no
+            decay, ``inf`` forgets all earlier tokens. On a GPU the values are not checked
+            (:func:`validate_decay` does).
         scale: factor of the queries, at most 2.36e38 in size; None is ``d ** -0.5``. Default: 1.0.
         initial_state: S before the first token, fp32 ``[batch, heads, d, e]``, any strides.
             Default: None (zeros).
-        output_final_state: return S behind the last token. Default: False.
-        schedule: ``"sequential"`` walks a sequence in one program per head and slice of ``e``, with
-            the state in registers; ``"parallel"`` computes the states of segments first and then
-            all segments at once; ``"auto"`` chooses by the number of programs. With
-            ``"sequential"``, and with ``"parallel"``, a sequence's result does not depend on its
-            batch, bit for bit. Default: ``"auto"``.
+        output_final_state: return S after the last token. Default: False.
+        schedule: ``"sequential"`` walks a sequence in one program per head and block of columns,
+            with the state in registers; ``"parallel"`` computes the states of segments first and
+            then all segments at once; ``"auto"`` chooses by the number of programs. With
+            ``"sequential"`` or ``"parallel"``, a sequence's result does not depend on its batch,
+            bit for bit. Default: ``"auto"``.
 
     Returns:
         ``(o, state)``: ``o`` ``[batch, seqlen, heads, e]`` in the dtype of ``q``, contiguous; the
@@ -64,8 +64,8 @@ def lightning_attn_func(
         q, k, v, ``initial_state`` and ``decay``.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
         NotImplementedError: on forward-mode differentiation.
     """
     if unknown:
@@ -109,26 +109,25 @@ def lightning_attn_varlen_func(
     """Linear attention with decay over packed sequences of different lengths.
 
     The mathematics, and the arguments not listed here, are those of :func:`lightning_attn_func`.
-    There are two ways to carry states: ``initial_state`` and ``output_final_state``, with
-    gradients; or ``state_cache``, which is read and written in place, for inference.
+    There are two ways to pass states: ``initial_state`` and ``output_final_state``, with gradients;
+    or ``state_cache``, which is read and written in place, for inference.
 
     Args:
         q: queries, ``[tokens, heads, d]``: sequence b is the rows ``cu_seqlens[b]`` to
-            ``cu_seqlens[b + 1]``. Rows of no sequence are padding, whose output and gradient is 0.
+            ``cu_seqlens[b + 1]``. Rows of no sequence are padding: output and gradient are 0.
         k: keys, ``[tokens, heads, d]``.
         v: values, ``[tokens, heads, e]``.
-        cu_seqlens: where sequences begin, int32 ``[batch + 1]``, contiguous; int64 is converted. On
-            a GPU its values are the caller's duty: they are not read on the host.
-            :func:`validate_varlen` checks them.
-        state_cache: states of all sequences an engine knows, fp32 ``[slots, heads, d, e]``, any
-            strides. The slot of each sequence gives its first state and receives its last one.
+        cu_seqlens: starts of the sequences, int32 ``[batch + 1]``, contiguous; int64 is converted.
+            On a GPU the host does not read or check the values (:func:`validate_varlen` does).
+        state_cache: states of all sequences of an engine, fp32 ``[slots, heads, d, e]``, any
+            strides. A sequence's slot holds its first state and receives its final state.
             Default: None.
-        state_indices: the slot of each sequence, int32 or int64 ``[batch]``. A negative one is
-            padding: the cache is left alone, and the output is 0. Default: None (slot b).
+        state_indices: the slot of each sequence, int32 or int64 ``[batch]``. A negative slot is
+            padding: the cache is not written, and the output is 0. Default: None (slot b).
         initial_state: fp32 ``[batch, heads, d, e]``; not with ``state_cache``. Default: None.
-        has_initial_state: bool ``[batch]``: where False, the sequence starts from zeros, and its
-            slot is not read. Default: None (every state is used).
-        output_final_state: return the states behind the last tokens. Default: False.
+        has_initial_state: bool ``[batch]``; False: the sequence starts from zeros, and its slot is
+            not read. Default: None (every state is used).
+        output_final_state: return the states after the last tokens. Default: False.
 
     Returns:
         ``(o, state)``: ``o`` ``[tokens, heads, e]`` in the dtype of ``q``; the final states, fp32
@@ -136,8 +135,8 @@ def lightning_attn_varlen_func(
         ``initial_state`` and ``decay``, without ``state_cache``.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
         NotImplementedError: on a gradient together with ``state_cache``, and on forward-mode
             differentiation.
     """
@@ -208,22 +207,23 @@ def lightning_attn_decode(
             ``states_out`` is given.
         decay: as in :func:`lightning_attn_func`.
         slot_idx: the slot of each sequence, int32 or int64 ``[batch]``, all different. A negative
-            one is padding: nothing is written to the cache, and the output is 0. On a GPU the
-            values are the caller's duty (:func:`validate_slots`).
+            slot is padding: the cache is not written, and the output is 0. On a GPU the values are
+            not checked (:func:`validate_slots` does).
         scale: factor of the queries; None is ``d ** -0.5``. Default: 1.0.
-        out: where the output goes, ``[batch, tokens, heads, e]``, dtype of ``q``, any strides.
+        out: receives the output, ``[batch, tokens, heads, e]``, dtype of ``q``, any strides.
             Default: None (allocated).
-        states_out: fp32 ``[batch, tokens, heads, d, e]``, any strides: receives the state behind
-            each token, and the cache is left as it was, so that an engine that verifies drafted
-            tokens commits the one it accepts. Rows of padding are left alone. Default: None.
+        states_out: fp32 ``[batch, tokens, heads, d, e]``, any strides: receives the state after
+            each token, and the cache is not written, so that an engine that verifies drafted tokens
+            can commit the state of the last accepted token. Rows of padding are not written.
+            Default: None.
 
     Returns:
         ``o``, ``[batch, tokens, heads, e]``, in the dtype of ``q``: ``out``, if given.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
-        NotImplementedError: on an input that requires a gradient.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
+        NotImplementedError: if an input requires a gradient.
     """
     if unknown:
         checks.refuse_unknown(unknown)
@@ -252,7 +252,7 @@ def _states_of(cache: Tensor, slots: Tensor | None, batch: int) -> Tensor:
     """Return the states of the sequences, zeros for padding."""
     if slots is None:
         return cache[:batch].clone(memory_format=torch.contiguous_format)
-    if cache.shape[0] == 0:  # then every sequence is padding
+    if cache.shape[0] == 0:  # every sequence is padding
         return cache.new_zeros((batch, *cache.shape[1:]))
     states = cache.index_select(0, slots.clamp(min=0))
     return torch.where((slots >= 0)[:, None, None, None], states, 0.0)

@@ -1,16 +1,16 @@
 """Sequence parallelism: each rank holds some of the tokens of every sequence.
 
-What a run of tokens has to know of all earlier ones is one state, and what it has to know of all
-later gradients is one more. So a layer costs one all-gather of states forward, and one backward
-(LASP-2: Sun et al. 2025). With the state T_m that run m writes by itself, its length n_m, and the
-decay s::
+One state sums up all tokens before a run of tokens, and one more the gradients of all later tokens.
+So a layer costs one all-gather of states forward, and one backward (LASP-2: Sun et al. 2025). Run r
+starts from the state ::
 
     S_r = sum_{m < r} exp(-s * (n_(m+1) + ... + n_(r-1))) T_m
 
-arrives at run r. Every factor is at most 1.
+where T_m is the state that run m writes from zero, n_m its length and s the decay. Every factor is
+at most 1.
 
-Forward, one pass makes the states, and another reads tokens from those that arrived. Backward, they
-travel while dq is computed.
+Forward, one pass computes the states T_m, and after the exchange another computes the outputs.
+Backward, the exchange overlaps with dq.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lightning_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay over sequences that are cut across the ranks of a group.
 
-    Every rank of the group has to call it, forward and backward, in the same order. The
+    All ranks of the group have to call it, forward and backward, in the same order. The
     mathematics, and the arguments not listed here, are those of
     :func:`lightning_attn.lightning_attn_func`.
 
@@ -67,30 +67,29 @@ def lightning_attn_func(
         q: queries of this rank's tokens, ``[batch, tokens, heads, d]``, as :func:`shard` cuts them.
         k: keys, the shape and dtype of ``q``.
         v: values, ``[batch, tokens, heads, e]``, dtype of ``q``.
-        decay: the same on every rank. Its gradient is this rank's share, as that of any parameter:
-            the sum over the ranks is the whole.
-        initial_state: the states before the first tokens. Read on the rank that holds those, rank 0
-            as a rule; the others ignore it. Its gradient, too, is this rank's share. Default: None
+        decay: the same on every rank. Its gradient is this rank's share, like any parameter's: the
+            sum over the ranks is the whole gradient.
+        initial_state: the states before the first tokens. Only the rank that holds the first token,
+            usually rank 0, reads it. Its gradient, too, is this rank's share. Default: None
             (zeros).
-        output_final_state: return the states behind the last tokens, on every rank. What a rank
-            does with them counts: the gradient is that of all ranks together. Must be the same on
-            every rank. Default: False.
-        shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n, as causal softmax
-            attention has it; ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
+        output_final_state: return the states after the last tokens, on every rank. Their gradient
+            is the sum of all ranks' gradients. Must be the same on every rank. Default: False.
+        shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n, as is usual for
+            causal softmax attention; ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
         seqlen: the length of the whole sequences. Part p of m has
             ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold the same
             number).
         group: the process group. Default: None (all ranks).
         validate: first compare shapes, dtypes, options and decays over the ranks, and raise on all
-            of them if they differ; it waits for the device. CPU tensors always do. Default: False.
+            ranks if they differ; waits for the device. Always done for CPU tensors. Default: False.
 
     Returns:
         ``(o, state)``: ``o`` ``[batch, tokens, heads, e]`` of this rank's tokens; the final states
         of the whole sequences, or None.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and where ranks differ.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong, or if ranks differ.
         NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
     check_group("group", group)
@@ -119,7 +118,7 @@ def lightning_attn_func(
 
     cut, factor, rates = _agreed(checked, (q, k, v), at, validate)
     refuse_tangents((q, k, v, decay, initial_state))
-    # two runs of each sequence, but on the last rank, where one begins as the other ends
+    # zigzag: two runs of each sequence, but one on the last rank, where both are adjacent
     has_two = shard == "zigzag" and at.rank < at.group_size - 1
     runs = 2 * q.shape[0] if has_two else q.shape[0]
     x = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rates, initial_state
@@ -144,7 +143,7 @@ def lightning_attn_varlen_func(
     """Linear attention with decay over packed sequences, of which each rank holds some tokens.
 
     The arguments not listed here are those of :func:`lightning_attn_func`. Only sequences that the
-    plan cuts cost communication, and only if there are any; final states do, all of them.
+    plan cuts cost communication, or all sequences if final states are returned.
 
     Args:
         q: queries of this rank's tokens, ``[tokens, heads, d]``, as ``plan.shard`` cuts them.
@@ -162,8 +161,8 @@ def lightning_attn_varlen_func(
         sequences, ``[sequences, heads, d, e]``, or None.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range, and where ranks differ.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong, or if ranks differ.
         NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
     check_group("group", group)
@@ -197,7 +196,7 @@ def lightning_attn_varlen_func(
 
 
 def _agreed(checked: Callable[[], Any], x: tuple[Any, ...], at: Where, validate: Any) -> Any:
-    """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
+    """Check this rank's arguments; if ranks compare arguments, all raise if one does."""
     if torch.compiler.is_compiling():
         return checked()
     try:
@@ -222,7 +221,7 @@ def _apply(
     """Call the operators."""
     q, _, v, decay, initial_state = x
     scale, schedule, has_final = options
-    # what is differentiated is written as finely as what is returned
+    # states that are differentiated need the same precision as returned states
     is_exact = has_final or initial_state is not None or decay.requires_grad
     given = Sharded(scale, schedule, is_exact, has_final, cut.lengths, cut.numbers, runs, at.group)
     compared = None

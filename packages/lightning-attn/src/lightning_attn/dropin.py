@@ -1,4 +1,4 @@
-"""The functions under which inference engines know this kernel family."""
+"""Functions with the names under which inference engines call this kernel family."""
 
 from einops import rearrange
 from torch import Tensor
@@ -16,29 +16,29 @@ def lightning_attention(
     block_size: int = 256,
     kv_history: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within sequences of one length, heads first, and return the states on the way.
+    """Attend within fixed-length sequences, heads first; return outputs and states of blocks.
 
     A drop-in for engines, over the operators of :func:`lightning_attn_func`. Unlike its
-    predecessor, its outputs agree with decoding.
+    predecessor's, its outputs agree with decoding.
 
     Args:
         q: queries, ``[B, H, N, D]``; fp16, bf16 or fp32. ``D`` is a multiple of 16 up to 256.
         k: keys, the shape and dtype of ``q``.
         v: values, ``[B, H, N, E]``, dtype of ``q``; ``E`` is a multiple of 16 up to 256.
         ed: decays, fp32, ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``, at least 0.
-        block_size: tokens between two of the states that are returned. Default: 256.
+        block_size: tokens between two returned states. Default: 256.
         kv_history: the state before the first token, fp32 ``[B, H, D, E]``, not changed.
             Default: None (zeros).
 
     Returns:
         ``(o, kv)``: ``o`` ``[B, H, N, E]`` in the dtype of ``q``, and ``kv``, fp32 ``[B, H,
-        ceil(N / block_size) + 1, D, E]``: entry i is the state before block i, the last one that
-        behind all tokens. Without gradient: :func:`lightning_attn_func` has one.
+        ceil(N / block_size) + 1, D, E]``: entry i is the state before block i, the last entry the
+        final state. There is no gradient: :func:`lightning_attn_func` has one.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
-        NotImplementedError: on an input that requires a gradient.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
+        NotImplementedError: if an input requires a gradient.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -77,15 +77,15 @@ def linear_decode_forward_triton(
         kv_caches: states, fp32 ``[slots, H, D, E]``, updated in place.
         slope_rate: decays, fp32, ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``.
         slot_idx: the slot of each sequence, int32 or int64 ``[B]``; negative: padding.
-        BLOCK_SIZE: accepted and not needed. Default: 32.
+        BLOCK_SIZE: accepted and ignored. Default: 32.
 
     Returns:
         ``[B, H * E]`` in the dtype of ``q``; rows of padding are 0.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
-        NotImplementedError: on an input that requires a gradient.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
+        NotImplementedError: if an input requires a gradient.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

@@ -1,7 +1,7 @@
-"""Simple GLA as flash-linear-attention calls it, for decays of a head.
+"""Simple GLA with flash-linear-attention's signature, for one decay per head.
 
-In that library's terms ``g_gamma`` is the logarithm of what a token leaves of the state: at most 0,
-where the decays of this package are at least 0.
+In that library ``g_gamma`` is the logarithm of the factor by which a token multiplies the state: at
+most 0, while the decays of this package are at least 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .api import lightning_attn_func, lightning_attn_varlen_func
 
 __all__ = ["chunk_simple_gla"]
 
-# what earlier versions of that library take
+# arguments of earlier versions of that library
 _ELSEWHERE = {
     "head_first": "leave it out: tokens come before heads",
     "decay": "use g_gamma, which is -decay",
@@ -37,37 +37,37 @@ def chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay a head, by flash-linear-attention's name and conventions.
+    """Linear attention with one decay per head, by flash-linear-attention's name and conventions.
 
     For every head, with a state S of ``d x e`` numbers in fp32::
 
         S_t = exp(g_gamma) * S_(t-1) + k_t^T v_t
         o_t = scale * q_t S_t
 
-    It is :func:`lightning_attn.lightning_attn_func` with ``decay = -g_gamma``, packed
-    :func:`lightning_attn.lightning_attn_varlen_func`.
+    It calls :func:`lightning_attn.lightning_attn_func`, or for packed tensors
+    :func:`lightning_attn.lightning_attn_varlen_func`, with ``decay = -g_gamma``.
 
     Args:
         q: queries, ``[batch, seqlen, heads, d]``, packed ``[1, tokens, heads, d]``; fp16, bf16 or
             fp32.
         k: keys, the shape and dtype of ``q``.
         v: values, ``[batch, seqlen, heads, e]``, dtype of ``q``.
-        g: decays of each token, which are not offered. Default: None.
-        g_gamma: logarithm of what a token leaves of the state, ``[heads]``, any float dtype, at
-            most 0. Default: None (zeros: nothing is forgotten).
+        g: decays per token, which are not offered. Default: None.
+        g_gamma: logarithm of the state's factor per token, ``[heads]``, any float dtype, at most 0.
+            Default: None (zeros: nothing is forgotten).
         scale: factor of the queries. Default: ``d ** -0.5``.
         initial_state: S before the first tokens, fp32 ``[batch, heads, d, e]``, packed
             ``[sequences, heads, d, e]``. Default: None (zeros).
-        output_final_state: return S behind the last tokens. Default: False.
-        cu_seqlens: where packed sequences begin, int32 or int64 ``[sequences + 1]``. Default: None.
+        output_final_state: return S after the last tokens. Default: False.
+        cu_seqlens: starts of packed sequences, int32 or int64 ``[sequences + 1]``. Default: None.
 
     Returns:
         ``(o, state)``: ``o`` in the shape of ``v``, and the final states in fp32, or None. Both are
         differentiable in q, k, v, ``initial_state`` and ``g_gamma``.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape, a device or a range is wrong.
         NotImplementedError: on ``g``, and on forward-mode differentiation.
     """
     if unknown:
@@ -111,7 +111,7 @@ def chunk_simple_gla(
 
 
 def _decay_of(q: Tensor, g_gamma: Tensor | None) -> Tensor:
-    """Return the decays that a logarithm of what is left means."""
+    """Check ``g_gamma``; return it as decays."""
     heads = q.shape[2]
     if g_gamma is None:
         return q.new_zeros(heads, dtype=torch.float32)

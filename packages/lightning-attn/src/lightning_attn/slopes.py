@@ -1,4 +1,4 @@
-"""The decays that models with lightning attention use."""
+"""Decays of models with lightning attention."""
 
 import math
 
@@ -9,24 +9,25 @@ from torch import Tensor
 def build_slopes(
     num_heads: int, layer_idx: int | None = None, num_layers: int | None = None
 ) -> Tensor:
-    """Return the decay of every head, as TransNormer and MiniMax set it.
+    """Return the decay of every head in TransNormer and MiniMax.
 
-    For a power of two, head h has ``2 ** (-8 * (h + 1) / num_heads)``, the slopes of ALiBi (Press
-    et al. 2021). For other numbers, the slopes of the next lower power of two come first, then
-    every other one of the next higher. A layer multiplies them by
+    If ``num_heads`` is a power of two, head h has ``2 ** (-8 * (h + 1) / num_heads)``, the slopes
+    of ALiBi (Press et al. 2021). Otherwise the slopes of the next lower power of two come first,
+    then every second slope of the next higher one. A layer multiplies them by
     ``1 - layer_idx / (num_layers - 1) + 1e-5``, so that later layers forget less.
 
     Args:
-        num_heads: how many heads, at least 1.
-        layer_idx: which layer, from 0 to ``num_layers - 1``. Default: None (no factor).
-        num_layers: how many layers; given with ``layer_idx``, or not at all. Default: None.
+        num_heads: number of heads, at least 1.
+        layer_idx: index of the layer, from 0 to ``num_layers - 1``. Default: None (no factor).
+        num_layers: number of layers; required with ``layer_idx``. Default: None.
 
     Returns:
         decays, fp32 ``[num_heads]``, on the CPU, all positive.
 
     Raises:
         TypeError: if an argument is no int.
-        ValueError: on a range, or if one of ``layer_idx`` and ``num_layers`` is missing.
+        ValueError: if an argument is out of range, or only one of ``layer_idx`` and ``num_layers``
+            is given.
     """
     for name, value in (
         ("num_heads", num_heads),

@@ -1,4 +1,4 @@
-"""A checked call: its tensors, its options, what the checks of its form came to, and its plan."""
+"""A checked call: its tensors, its options, the results of its checks, and its launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# from here on a token leaves nothing: exp of minus this is 0 in every format
+# decays are clamped to this: exp(-LARGEST_RATE) is 0 in every format
 LARGEST_RATE = 1e4
 
 
@@ -22,7 +22,7 @@ class Tensors(NamedTuple):
 
 
 class CachedTensors(NamedTuple):
-    """The tensors of a call on a cache of states, in the order of the operator, but for ``out``."""
+    """The tensors of a call with a cache of states, in the operator's order, without ``out``."""
 
     q: Tensor
     k: Tensor
@@ -35,10 +35,10 @@ class CachedTensors(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors of a backward pass, in the order of the operators; each takes those it needs."""
+    """The tensors of a backward pass, in the order of the operators; each uses some of them."""
 
     dout: Tensor
-    # a tensor, and None where the gradient of q is all that is asked for
+    # a tensor, or None if only the gradient of q is needed
     q: Any
     k: Tensor
     v: Tensor
@@ -47,38 +47,41 @@ class BackwardTensors(NamedTuple):
     initial_state: Tensor | None = None
     dfinal_state: Tensor | None = None
 
-    # The gradient of a walk is made of walks. See ``_linear/portable/walk.py``.
+    # Gradients of a walk are walks, too. See ``portable/walk.py``.
 
     def walk_of_dq(self) -> Inputs:
-        """Return what reads dq, from the first token to the last."""
+        """Return the walk whose reads are dq, from the first token to the last."""
         first = _turned(self.initial_state)
         return Inputs(self.dout, self.v, self.k, self.decay, self.cu_seqlens, first)
 
     def walk_of_dk(self) -> Inputs:
-        """Return what reads dk, from the last token to the first."""
+        """Return the walk whose reads are dk, from the last token to the first."""
         first = _turned(self.dfinal_state)
         return Inputs(self.v, self.dout, self.q, self.decay, self.cu_seqlens, first)
 
     def walk_of_dv(self, dinitial_state: Tensor | None = None) -> Inputs:
-        """Return what reads dv and leaves the gradient of the initial state, likewise."""
+        """Return the walk whose reads are dv, from the last token to the first.
+
+        Its final state is the gradient of the initial state.
+        """
         first, last = self.dfinal_state, dinitial_state
         return Inputs(self.k, self.q, self.dout, self.decay, self.cu_seqlens, first, last)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a walk; those of a call are the walk of its forward pass."""
+    """The tensors of a walk; its fields begin like ``Tensors``, the walk of the forward pass."""
 
-    # None where nothing reads
+    # None for a walk without reads
     read: Tensor | None
     key: Tensor
     value: Tensor
     decay: Tensor
-    # where packed sequences begin
+    # starts of packed sequences
     cu_seqlens: Tensor | None = None
-    # the states to start from, and where those at the end go
+    # initial states, and memory for final states
     first: Tensor | None = None
     last: Tensor | None = None
-    # the place of each sequence among these, and whether it has a state to start from
+    # the slot of each sequence in ``first`` and ``last``, and whether it has an initial state
     slots: Tensor | None = None
     has_first: Tensor | None = None
 
@@ -97,7 +100,7 @@ class StepTensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is no tensor, in the order of the forward operator."""
+    """Arguments that are no tensors, in the order of the forward operator."""
 
     scale: float
     schedule: str
@@ -105,7 +108,7 @@ class Options(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients are needed."""
 
     q: bool
     k: bool
@@ -115,7 +118,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients; None for those that are not asked for."""
+    """Gradients; None for those that are not needed."""
 
     q: Tensor | None
     k: Tensor | None
@@ -125,38 +128,38 @@ class Gradients(NamedTuple):
 
 
 class Plan(Protocol):
-    """How to launch calls of one form past the operators."""
+    """The launcher of calls of one form, past the operators."""
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the output and the final states (without elements if not asked for)."""
+        """Return the output and the final states (without elements if not needed)."""
 
     def fill(self, out: Tensor, x: CachedTensors) -> None:
         """Fill ``out``, and advance the sequences' slots of the cache."""
 
     def fits(self, x: BackwardTensors) -> bool:
-        """Return whether tensors that were put away since still lie in memory as they did."""
+        """Return whether saved tensors still have the memory layout of the forward pass."""
 
     def backward(self, x: BackwardTensors, needs: Needs) -> Gradients:
-        """Return the gradients that are asked for."""
+        """Return the needed gradients."""
 
 
 class StepPlan(Protocol):
-    """How to launch decoding steps of one form past the operator."""
+    """The launcher of decoding steps of one form, past the operator."""
 
     def decode(self, x: StepTensors) -> None:
         """Advance each sequence by its new tokens."""
 
 
 class Checked(NamedTuple):
-    """What is known of every call of one form."""
+    """The checked options of calls of one form, and their launcher."""
 
     options: Options
-    # None where the operators have to be asked
+    # None: call the operators
     plan: Plan | None = None
 
 
 class CheckedStep(NamedTuple):
-    """What is known of every decoding step of one form."""
+    """The checked scale of decoding steps of one form, and their launcher."""
 
     scale: float
     plan: StepPlan | None = None

@@ -1,7 +1,7 @@
-"""Argument checks of the public functions: what is wrong, what was expected, what came.
+"""Argument checks of the public functions.
 
-They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
-neither wait for the device nor break a graph capture.
+They use only types, shapes, dtypes, strides and devices, never tensor data, so that they neither
+wait for the device nor break a graph capture.
 """
 
 from collections.abc import Iterable
@@ -24,14 +24,14 @@ from .._linked.host.arguments import (
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
-# new tokens of one sequence in a decoding step
+# the most new tokens of a sequence in a decoding step
 MAX_NEW_TOKENS = 8
 SCHEDULES = ("auto", "sequential", "parallel")
 
 _FORMS = {4: "[batch, seqlen, heads, {}]", 3: "[tokens, heads, {}]"}
 _DECODE_FORM = "[batch, tokens, heads, {}]"
 _DECAY = "use decay, which is at least 0: exp(-decay) is what a token leaves of the state"
-# what other functions of linear attention take, and what to do here
+# arguments of other linear attention functions, and what to do here
 _ELSEWHERE = {
     "cache_seqlens": "use state_cache and state_indices: a state stands for all earlier tokens",
     "causal": "leave it out: a token sees itself and those before it",
@@ -87,7 +87,7 @@ def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
         raise TypeError(f"{name} must be torch.float32, got {decay.dtype}")
     check_device(name, decay, q)
     heads = q.shape[-2]
-    # not by ``in``: under torch.compile a number is in no tuple of symbols
+    # not by ``in``, which fails under torch.compile for a tuple of symbols
     if decay.shape != (heads,) and decay.shape != (heads, 1, 1) and decay.shape != (1, heads, 1, 1):
         raise ValueError(
             f"{name} must be [heads], [heads, 1, 1] or [1, heads, 1, 1] with heads {heads}, "
@@ -97,7 +97,7 @@ def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
 
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
-    """Raise for keyword arguments that do not exist, and say what does."""
+    """Raise for keyword arguments that do not exist, with a hint."""
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
@@ -107,7 +107,7 @@ def check_scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def check_options(q: Tensor, scale: float | None, output_final_state: bool, schedule: str) -> float:
-    """Check what is no tensor; return the factor of the queries as a float."""
+    """Check the arguments that are no tensors; return the factor of the queries as a float."""
     scale = check_scale_of(q, scale)
     check_flag("output_final_state", output_final_state)
     check_schedule(schedule)
@@ -123,13 +123,13 @@ def check_schedule(schedule: str) -> None:
 
 
 def check_flag(name: str, flag: bool) -> None:
-    """Check a flag; 1 for True is a mistake more often than not."""
+    """Check that a flag is a bool: 1 instead of True is probably a mistake."""
     if not isinstance(flag, bool):
         raise TypeError(f"{name} must be a bool, got {kind(flag)}")
 
 
 def check_initial_state(name: str, state: Tensor, batch: int, q: Tensor, v: Tensor) -> None:
-    """Check the states that sequences start from."""
+    """Check the initial states of sequences."""
     _check_fp32_state(name, state, q)
     want = (batch, q.shape[-2], q.shape[-1], v.shape[-1])
     if tuple(state.shape) != want:
@@ -139,7 +139,7 @@ def check_initial_state(name: str, state: Tensor, batch: int, q: Tensor, v: Tens
 
 
 def check_packed(q: Tensor, cu_seqlens: Tensor) -> int:
-    """Check what says where sequences begin and end; return their number."""
+    """Check the offsets of packed sequences; return the number of sequences."""
     check_offsets("cu_seqlens", cu_seqlens, q)
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [batch + 1], got {list(cu_seqlens.shape)}")
@@ -156,7 +156,7 @@ def check_sequences(
     initial_state: Tensor | None,
     has_initial_state: Tensor | None,
 ) -> None:
-    """Check what packed sequences have besides their tokens."""
+    """Check the arguments of packed sequences besides q, k and v."""
     batch = check_packed(q, cu_seqlens)
     if has_initial_state is not None:
         check_has_initial_state(has_initial_state, batch, q)
@@ -180,7 +180,7 @@ def check_state_cache(
     indices_name: str = "state_indices",
     cache_name: str = "state_cache",
 ) -> None:
-    """Check a cache of states and which of them each sequence has."""
+    """Check a cache of states and the slot of each sequence."""
     _check_fp32_state(cache_name, state_cache, q)
     _check_no_overlap(cache_name, state_cache)
     want = (q.shape[-2], q.shape[-1], v.shape[-1])
@@ -209,7 +209,7 @@ def check_state_cache(
 
 
 def check_has_initial_state(flags: Tensor, batch: int, q: Tensor) -> None:
-    """Check which sequences start from a state at all."""
+    """Check the flags of sequences with an initial state."""
     name = "has_initial_state"
     check_tensor(name, flags)
     if flags.dtype != torch.bool:
@@ -222,7 +222,7 @@ def check_has_initial_state(flags: Tensor, batch: int, q: Tensor) -> None:
 def check_decode(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, states_out: Tensor | None
 ) -> None:
-    """Check what a decoding step has besides its cache."""
+    """Check the tensors of a decoding step, except its cache."""
     check_qkv(q, k, v, 4, _DECODE_FORM)
     batch, tokens, heads, d = q.shape
     e = v.shape[-1]
@@ -253,7 +253,7 @@ def check_decode(
 
 
 def check_no_gradient(what: str, *tensors: Tensor | None) -> None:
-    """Refuse a gradient that would not be computed."""
+    """Raise if an input requires a gradient, which would not be computed."""
     if not torch.is_grad_enabled():
         return
     if any(x is not None and x.requires_grad for x in tensors):
@@ -286,7 +286,7 @@ def _check_fp32_state(name: str, state: Tensor, q: Tensor) -> None:
 
 
 def _check_no_overlap(name: str, x: Tensor) -> None:
-    """Refuse to write where one element stands for several."""
+    """Raise if a tensor to be written is expanded."""
     for size, stride in zip(x.shape, x.stride(), strict=True):
         if size > 1 and stride == 0:
             raise ValueError(f"{name} must not be expanded, for it is written, got a stride of 0")

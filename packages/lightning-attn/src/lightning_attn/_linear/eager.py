@@ -1,9 +1,9 @@
-"""What CPU tensors run: the chunked form, one sequence after the other, and its derivative.
+"""The CPU implementation: the chunked form, one sequence after the other, and its derivative.
 
-One after the other, because the products of a batch may round otherwise than those of a sequence
-alone. The functions have the names of the operators in :mod:`.ops`, and take their arguments in
-structures. The derivative is written out, for an operator may run where autograd is switched off,
-as below any dispatch mode; the tests hold it against autograd of the definition.
+Sequences run one by one because the products of a batch may round differently from those of one
+sequence. The functions have the names of the operators in :mod:`.ops`, and take their arguments in
+structures. The derivative is written out because an operator may run with autograd switched off, as
+below a dispatch mode; tests compare it with autograd of the reference.
 """
 
 import itertools
@@ -24,12 +24,12 @@ from .call import (
     Tensors,
 )
 
-# tokens whose scores are held at a time
+# tokens per chunk
 CHUNK = 64
 
 
 class Rule(NamedTuple):
-    """How a walk goes: its direction, and the factors of what is read and of what is written."""
+    """A walk's direction, and the factors of its reads and writes."""
 
     reverse: bool = False
     read_scale: float = 1.0
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output and the final states (without elements if not asked for)."""
+    """Return the output and the final states (without elements if not needed)."""
     out, final = all_sequences(Inputs(*x), Rule(read_scale=options.scale))
     return out, final if options.output_final_state else _absent(x.q)
 
@@ -59,7 +59,7 @@ def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -
 
 
 def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return the output, and the states before every block and behind the last."""
+    """Return the output, and the states before every block and after the last."""
     q, k, v = x.q, x.k, x.v
     batch, seqlen, heads, d = q.shape
     outputs = [q.new_empty((batch, 0, heads, v.shape[-1]))]
@@ -76,7 +76,7 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
 
 
 def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
-    """Return the states behind the last tokens of the walk."""
+    """Return the states after the last tokens of the walk."""
     return all_sequences(x, Rule(reverse, write_scale=scale))[1]
 
 
@@ -88,7 +88,7 @@ def read_gradient(x: BackwardTensors, scale: float, schedule: str) -> Tensor:
 def write_gradients(
     x: BackwardTensors, scale: float, schedule: str, needs_dinitial: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dk, dv and, if asked for, the gradient of the initial states."""
+    """Return dk, dv and, if needed, the gradient of the initial states."""
     rule = Rule(reverse=True, write_scale=scale)
     dk, _ = all_sequences(x.walk_of_dk(), rule)
     dv, dinitial = all_sequences(x.walk_of_dv(), rule)
@@ -96,7 +96,7 @@ def write_gradients(
 
 
 def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
-    """Return the gradient of the decays: minus the distance, summed over all that travels."""
+    """Return the gradient of the decays; see ``portable/decay_gradient.py``."""
     dout, q, k, v, decay, cu_seqlens, initial_state, dfinal_state = x
     total = torch.zeros_like(decay)
     decay = decay.clamp(max=LARGEST_RATE)
@@ -108,7 +108,7 @@ def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
         state = state if initial_state is None else dense(initial_state[b])
         carry = torch.zeros_like(state) if dfinal_state is None else dense(dfinal_state[b])
         chunks = list(zip(*(torch.split(x, CHUNK) for x in (dout_b, q_b, k_b, v_b)), strict=True))
-        # gradients of the states behind each chunk, from the last to the first
+        # gradients of the states after each chunk, from the last to the first
         arriving = []
         for dout_c, q_c, _, _ in reversed(chunks):
             arriving.append(carry)
@@ -121,14 +121,14 @@ def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
             scores = einsum(q_c, k_c, "i h d, j h d -> h i j") * scale
             values = einsum(dout_c, v_c, "i h e, j h e -> h i j")
             total -= (weights * scores * values).sum(dim=(1, 2))
-            # what was there before the chunk and is read within
+            # from the state before the chunk to each token
             reads = einsum(q_c, state, dout_c, "i h d, h d e, i h e -> h i") * scale
             total -= ((index + 1) * torch.exp(-rates * (index + 1)) * reads).sum(dim=1)
-            # what is written within and leaves
+            # from each token to the state after the chunk
             left = n - 1 - index
             writes = einsum(k_c, later, v_c, "j h d, h d e, j h e -> h j")
             total -= (left * torch.exp(-rates * left) * writes).sum(dim=1)
-            # what only passes through
+            # from the state before the chunk to the state after it
             total -= n * torch.exp(-decay * n) * (state * later).sum(dim=(1, 2))
             state = _walk(None, k_c, v_c, decay, state, Rule())[1]
     return total
@@ -155,9 +155,9 @@ def decode(x: StepTensors, scale: float) -> None:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return a copy in fp32 that lies as every such copy does.
+    """Return a contiguous fp32 copy.
 
-    Products sum in an order that depends on strides and addresses, which may not change a bit.
+    The order of sums in products depends on strides and addresses, which must not change results.
     """
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
@@ -165,13 +165,12 @@ def dense(x: Tensor) -> Tensor:
 def _walk(
     read: Tensor | None, key: Tensor, value: Tensor, decay: Tensor, carry: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Walk the chunks of one sequence; return what was read, and the state at the end, in fp32.
+    """Walk the chunks of one sequence; return the reads and the final state, in fp32.
 
     ``read`` and ``key`` are ``[tokens, heads, d]``, ``value`` ``[tokens, heads, e]``, ``carry``
-    ``[heads, d, e]``. Each token writes ``write_scale * key^T value``, and reads ``read_scale *
-    read . state`` from what is there then, its own included. Going forward the state decays before
-    a token writes. In ``reverse``, from the last token to the first, after it has read: that is the
-    transpose of going forward.
+    ``[heads, d, e]``. Each token adds ``write_scale * key^T value`` to the state, and then reads
+    ``read_scale * read . state``. Forward, the state decays before a token writes. In ``reverse``,
+    from the last token to the first, it decays after a token reads: the transposed operation.
     """
     reverse, read_scale, write_scale = rule
     tokens, heads = key.shape[:2]
@@ -202,7 +201,7 @@ def _walk(
 
 
 def all_sequences(x: Inputs, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Walk every sequence; return the rows in the dtype of ``key``, and the states, in fp32."""
+    """Walk every sequence; return reads in the dtype of ``key``, and final states in fp32."""
     key, value = x.key, x.value
     batch = key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     shape = (batch, key.shape[-2], key.shape[-1], value.shape[-1])

@@ -1,8 +1,7 @@
-"""Plans, which hold what the calls of one form share, and the launchers of the operators.
+"""Launchers of calls of one form (``..Plan``), and the operators' implementations by kernels.
 
-A plan goes past the operators of ``ops.py``; a launcher is such an operator on a GPU, or in the
-interpreter. Both consist of walks (``portable/walk_launch.py``): the gradient of a walk is made of
-walks, too.
+A ``..Plan`` bypasses the operators of ``ops.py``. The functions implement these operators on a GPU,
+or in the interpreter. Both consist of walks (``portable/walk_launch.py``), also for gradients.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from .tiles import decode_tile, padded_head_dim
 
 
 class ForwardPlan:
-    """The forward pass of the calls of one form, and the gradients of those that have any."""
+    """The launcher of the forward pass and of the gradients for calls of one form."""
 
     def __init__(self, x: Inputs, options: Options) -> None:
         self._options = options
         is_exact = options.output_final_state
         self._walk = Walk(x, schedule=options.schedule, is_exact=is_exact)
         self._layout = _layout(x.read, x.key, x.value, x.decay)
-        # walks of gradients, by the strides of the output's and by what is asked for
+        # walks of gradients, by name, need of a final state, and strides of ``dout``
         self._walks: Memory[Walk] = Memory()
         self._decays: Memory[DecayGradientPlan] = Memory()
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the output and the final states (without elements if not asked for)."""
+        """Return the output and the final states (without elements if not needed)."""
         final = states_like(x.k, x.v, x.cu_seqlens) if self._options.output_final_state else None
         out = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
         calls = self._walk.reads(Inputs(*x, final), out, self._options.scale)
@@ -61,11 +60,11 @@ class ForwardPlan:
             launch(grid, tensors, numbers)
 
     def fits(self, x: BackwardTensors) -> bool:
-        """Return whether tensors that were put away since still lie in memory as they did."""
+        """Return whether saved tensors still have the memory layout of the forward pass."""
         return _layout(x.q, x.k, x.v, x.decay) == self._layout
 
     def backward(self, x: BackwardTensors, needs: Needs) -> Gradients:
-        """Return the gradients that are asked for; the others are None."""
+        """Return the needed gradients; the others are None."""
         dout = aligned(x.dout)
         if dout is not x.dout:
             x = x._replace(dout=dout)
@@ -88,7 +87,7 @@ class ForwardPlan:
         return Gradients(dq, dk, dv, ddecay, dinitial)
 
     def _gradient_walk(self, name: str, x: Inputs, dout_strides: tuple[int, ...]) -> Walk:
-        """Return the walk of a gradient: that of the queries reads, the others write."""
+        """Return the walk of a gradient: dq walks forward, dk and dv in reverse."""
         form = name, x.last is None, dout_strides
         walk = self._walks.get(form)
         if walk is None:
@@ -102,7 +101,7 @@ class ForwardPlan:
 
 
 class DecodePlan:
-    """The decoding steps of one form: all but the data."""
+    """The launcher of decoding steps of one form."""
 
     def __init__(self, x: StepTensors, scale: float) -> None:
         batch, tokens, heads, d = x.q.shape
@@ -128,7 +127,7 @@ class DecodePlan:
         self._launch = Launch(decode_kernel, constants)
 
     def decode(self, x: StepTensors) -> None:
-        """Advance every sequence; ``decay`` and ``slot_idx`` are dense."""
+        """Advance every sequence; ``decay`` and ``slot_idx`` must be contiguous."""
         out, q, k, v, state_cache, decay, slot_idx, states_out = x
         # the fields of DecodeTensors
         tensors = q, k, v, out, state_cache, states_out, decay, slot_idx
@@ -136,7 +135,7 @@ class DecodePlan:
 
 
 def plan_forward(x: Tensors | CachedTensors, options: Options) -> ForwardPlan | None:
-    """Return the plan of calls of this form; None where copies have to come first."""
+    """Return the launcher of calls of this form; None if tensors have to be copied first."""
     inputs = _on_cache(x) if isinstance(x, CachedTensors) else Inputs(*x)
     small = (inputs.decay, inputs.slots, inputs.has_first)
     if not all(map(is_aligned, (x.q, x.k, x.v))) or any(
@@ -147,7 +146,7 @@ def plan_forward(x: Tensors | CachedTensors, options: Options) -> ForwardPlan | 
 
 
 def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output and the final states (without elements if not asked for)."""
+    """Return the output and the final states (without elements if not needed)."""
     final = states_like(x.k, x.v, x.cu_seqlens) if options.output_final_state else None
     inputs = readable(Inputs(*x, final))
     out = walk_of(inputs, schedule=options.schedule).out(inputs, options.scale)
@@ -165,7 +164,7 @@ def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -
 
 
 def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return the output, and the states before every block and behind the last."""
+    """Return the output, and the states before every block and after the last."""
     batch, seqlen, heads, d = x.k.shape
     shape = (batch, heads, cdiv(seqlen, block_size) + 1, d, x.v.shape[-1])
     memory = torch.empty(shape, dtype=torch.float32, device=x.k.device)
@@ -177,7 +176,7 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
 
 
 def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
-    """Return the states behind the last tokens of the walk."""
+    """Return the states after the last tokens of the walk."""
     final = states_like(x.key, x.value, None)
     x = readable(x._replace(last=final))
     Walk(x, write_scale=scale, reverse=reverse, schedule=schedule).finish(x)
@@ -193,7 +192,7 @@ def read_gradient(x: BackwardTensors, scale: float, schedule: str) -> Tensor:
 def write_gradients(
     x: BackwardTensors, scale: float, schedule: str, needs_dinitial: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dk, dv and, if asked for, the gradient of the initial states."""
+    """Return dk, dv and, if needed, the gradient of the initial states."""
     x = readable_gradient(x)
     dinitial = states_like(x.k, x.v, x.cu_seqlens) if needs_dinitial else None
     of_dk, of_dv = x.walk_of_dk(), x.walk_of_dv(dinitial)
@@ -218,9 +217,9 @@ def decode(x: StepTensors, scale: float) -> None:
 def write_gradients_by(
     walk_dk: Walk, walk_dv: Walk, of_dk: Inputs, of_dv: Inputs, written: States | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv; one pass over the states serves both, where they agree on the segments.
+    """Return dk and dv; one pass over the states serves both if their segments are equal.
 
-    ``written``: what each segment writes, where that is known.
+    ``written``: the contribution of each segment, if known.
     """
     tokens = of_dk.key.shape[-3]
     plan_dv, plan_dk = walk_dv.plan(tokens), walk_dk.plan(tokens)
@@ -245,7 +244,7 @@ def _on_cache(x: CachedTensors) -> Inputs:
 
 
 def readable_gradient(x: BackwardTensors) -> BackwardTensors:
-    """Return the tensors as kernels may read them."""
+    """Return the tensors, copied if kernels cannot read them."""
     dout, q, k, v = map(aligned, x[:4])
     return x._replace(dout=dout, q=q, k=k, v=v, decay=x.decay.contiguous())
 
@@ -262,7 +261,7 @@ def _absent(q: Tensor) -> Tensor:
 
 
 def _layout(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """Return how tensors lie in memory, as far as a plan depends on it."""
+    """Return the memory layout of tensors, as far as a launcher depends on it."""
     return tuple(
         (is_plain_tensor(t), t.dtype, t.device, t.stride(), is_aligned(t)) for t in tensors
     )

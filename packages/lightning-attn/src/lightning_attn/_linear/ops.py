@@ -1,8 +1,8 @@
-"""Operator schemas, their fakes and their CPU kernels, and the autograd function over them.
+"""Operators with their schemas and fakes, and the autograd function over them.
 
 Importing this module imports torch, but neither triton nor the kernels. CUDA and HIP tensors run
-the Triton kernels. CPU tensors run the eager code of :mod:`.eager`, or, in a process started
-with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
+the Triton kernels. CPU tensors run :mod:`.eager` or, in a process started with
+``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def _states(k: Tensor, v: Tensor, *leading: Any) -> Tensor:
 
 
 def _states_or_none(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, is_asked: bool) -> Tensor:
-    """Return a state per sequence; the empty state stands for none."""
+    """Return a state per sequence, or an empty tensor for none."""
     if not is_asked:
         return k.new_empty((0,), dtype=torch.float32)
     return _states(k, v, k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
@@ -87,31 +87,31 @@ def _nothing(*_arguments: Any) -> None:
 
 
 class _Operator(NamedTuple):
-    """An operator: its schema is flat, what implements it takes structures."""
+    """An operator: its schema is flat, its implementations take structures."""
 
     schema: str
-    # from the arguments one by one to those of the functions in ``eager`` and ``launch``
+    # turns flat arguments into those of the functions in ``eager`` and ``launch``
     structures: Callable[..., tuple[Any, ...]]
-    # of these, too
+    # also takes structures
     fake: Callable[..., Any]
 
 
 _OPERATORS = {
-    # the empty state stands for none
+    # final_state is empty if not needed
     "forward": _Operator(
         f"({_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, float scale, str schedule, "
         "bool output_final_state) -> (Tensor out, Tensor final_state)",
         lambda *x: (Tensors(*x[:-3]), Options(*x[-3:])),
         _forward_fake,
     ),
-    # on a cache of states; writes rows and slots in place
+    # with a cache of states; writes rows and slots in place
     "forward_cached": _Operator(
         f"(Tensor(a!) out, {_INPUTS}, Tensor cu_seqlens, Tensor(b!) state_cache, "
         "Tensor? state_indices, Tensor? has_initial_state, float scale, str schedule) -> ()",
         lambda out, *x: (out, CachedTensors(*x[:-2]), *x[-2:]),
         _nothing,
     ),
-    # the states before every block of tokens, and behind the last
+    # the states before every block of tokens, and after the last
     "forward_with_states": _Operator(
         f"({_INPUTS}, Tensor? initial_state, float scale, SymInt block_size) "
         "-> (Tensor out, Tensor states)",
@@ -121,7 +121,7 @@ _OPERATORS = {
         ),
         _forward_with_states_fake,
     ),
-    # the final state alone, or going backwards the gradient of the first
+    # only the final state, or in reverse the gradient of the initial state
     "final_state": _Operator(
         "(Tensor k, Tensor v, Tensor decay, Tensor? initial_state, float scale, bool reverse, "
         "str schedule) -> Tensor",
@@ -165,7 +165,7 @@ _BACKWARD = ("read_gradient", "write_gradients", "decay_gradient")
 
 
 def _check_values(*structures: Any) -> None:
-    """Check what tensors on the CPU hold; a trace does not come here."""
+    """Check the data of CPU tensors; traces do not run this."""
     for x in structures:
         if isinstance(x, (Tensors, CachedTensors, Inputs, StepTensors)):
             validate_decay(x.decay)
@@ -178,7 +178,7 @@ def _check_values(*structures: Any) -> None:
 
 
 def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> Any:
-    """Define an operator, for the CPU, for GPUs and for what traces."""
+    """Define an operator for the CPU, for GPUs and for traces."""
 
     def kernels(*arguments: Any) -> Any:
         from . import launch
@@ -214,7 +214,7 @@ for _operator in _gradient_operators:
 
 
 def _gradients(x: BackwardTensors, needs: Needs, options: Options) -> Gradients:
-    """Return the gradients that are asked for, by operators."""
+    """Return the needed gradients, by operators."""
     dq = dk = dv = ddecay = dinitial = None
     scale, schedule, _ = options
     *inputs, initial_state, dfinal_state = x
@@ -230,11 +230,11 @@ def _gradients(x: BackwardTensors, needs: Needs, options: Options) -> Gradients:
 
 
 class _LightningAttention(torch.autograd.Function):
-    """The forward pass, with the gradients as its derivative: planned, or by operators."""
+    """The forward pass and its derivative, by the launcher or by operators."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Take the fields of ``Tensors``, then what is known of the call."""
+        """Take the fields of ``Tensors``, then a ``Checked``."""
         *tensors, known = arguments
         if known.plan is None:
             out, final = forward(*tensors, *known.options)
@@ -266,7 +266,7 @@ class _LightningAttention(torch.autograd.Function):
 
 
 def attention(x: Tensors, known: Checked) -> tuple[Tensor, Tensor]:
-    """Compute ``(out, final state)``, through the autograd function where a gradient is asked."""
+    """Compute ``(out, final state)``, through the autograd function if a gradient is needed."""
     refuse_tangents(x)
     if known.plan is not None and x.q.is_cpu:
         _check_values(x)
@@ -310,7 +310,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def planned(x: Tensors | CachedTensors, options: Options) -> Checked:
-    """Return what is known of calls of this form, with how to launch them past the operators."""
+    """Return the ``Checked`` of calls of this form, with a launcher if kernels run them."""
     if not _has_kernels(x.q.device):
         return Checked(options)
     from .launch import plan_forward
@@ -319,7 +319,7 @@ def planned(x: Tensors | CachedTensors, options: Options) -> Checked:
 
 
 def planned_step(x: StepTensors, scale: float) -> CheckedStep:
-    """Return what is known of decoding steps of this form, likewise."""
+    """Return the ``CheckedStep`` of decoding steps, with a launcher if kernels run them."""
     if not _has_kernels(x.q.device) or not (x.decay.is_contiguous() and x.slot_idx.is_contiguous()):
         return CheckedStep(scale)
     from .launch import DecodePlan

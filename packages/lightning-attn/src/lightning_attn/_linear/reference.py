@@ -1,8 +1,8 @@
-"""Lightning attention by its definition: token by token, eager, differentiable by plain autograd.
+"""The reference: lightning attention token by token, eager, differentiable by plain autograd.
 
-This is the oracle of the kernels' tests. It shares no code with the kernels, nor with what CPU
-tensors run, which goes chunk by chunk. Inputs in float64 are computed in float64, all others in
-float32, and only the output is rounded to the output's dtype.
+This is the oracle of the kernels' tests. It shares no code with the kernels or the chunked CPU
+implementation. float64 inputs are computed in float64, all others in float32, and only the output
+is rounded to the output's dtype.
 """
 
 import torch
@@ -30,15 +30,15 @@ def lightning_attention_reference(
         decay: ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``, any float dtype.
         scale: factor of the queries; None is ``d ** -0.5``. Default: 1.0.
         initial_state: ``[batch, heads, d, e]``. Default: None (zeros).
-        output_final_state: return the state behind the last token. Default: False.
+        output_final_state: return the state after the last token. Default: False.
 
     Returns:
         ``(o, state)``: ``o`` in the dtype of ``q``; the state in float64 for float64 inputs, else
         float32, or None.
 
     Raises:
-        TypeError: on an argument that is no tensor of a float dtype.
-        ValueError: on a shape of ``q``, ``k`` or ``v``.
+        TypeError: if ``q``, ``k`` or ``v`` is no tensor of a float dtype.
+        ValueError: if the shape of ``q``, ``k`` or ``v`` is wrong.
     """
     check_reference(q, k, v, 4)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -88,7 +88,7 @@ def lightning_attention_varlen_reference(
     used = [True] * batch if has_initial_state is None else has_initial_state.tolist()
     dtype = compute_dtype(q)
     shape = (q.shape[1], q.shape[2], v.shape[-1])
-    # tokens around the sequences are padding
+    # tokens before the first and after the last sequence are padding
     zeros = q.new_zeros((q.shape[0], q.shape[1], v.shape[-1]))
     outputs = [zeros[: starts[0] if batch else None]]
     states = []
@@ -173,5 +173,5 @@ def lightning_attention_decode_reference(
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return what inputs of a dtype are computed in."""
+    """Return the dtype of the computation for inputs like ``x``."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
 """Tile and schedule choices by platform and shape class: pure functions that need no GPU.
 
-A shape class is the padded head dimensions and the dtype. A tile may not depend on lengths or on
-the number of sequences: a sequence's result would then depend on its neighbours in the batch. Only
-``schedule="auto"`` looks at those.
+A shape class is the padded head dimensions and the dtype. A tile must not depend on lengths or on
+the number of sequences: a sequence's result would then depend on its batch. Only
+``schedule="auto"`` uses them.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from .._linked.host.tiles import MIN_TILE, Table, find_tile, padded_head_dim
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program holds of a state and reads at a step, and how the GPU runs it."""
+    """Columns of the state per program and tokens per step, and how the GPU runs it."""
 
-    # tokens of a step
+    # tokens per step
     chunk: int
-    # columns of the state; its rows are whole
+    # columns of the state; a program has all of its rows
     block_e: int
     num_warps: int
     num_stages: int
-    # terms of the values as they are written to the state, in 16 bits each: two hold 16 bits of
-    # fraction. None: products with what was computed have fp32 operands, and ``precision``
+    # terms of 16 bits of the values that are written to the state: two hold 16 bits of fraction.
+    # None: products with computed operands are in fp32, by ``precision``
     terms: int | None = None
-    # of fp32 operands: "ieee"; "tf32x3", tensor cores, as accurate; "tf32" for fp16 inputs, whose
-    # fractions it holds in full
+    # of fp32 products: "ieee"; "tf32x3": three on tensor cores, about as accurate; "tf32" for fp16
+    # inputs, whose fractions it holds in full
     precision: str = "ieee"
-    # tokens of a segment of the parallel schedule
+    # tokens per segment of the parallel schedule
     segment: int = 1024
-    # columns and warps of a program where there are programs enough; they change no bit
+    # columns and warps per program if there are enough programs; they change no bit
     wide: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class WalkPlan:
-    """How one walk is run."""
+    """Tile and schedule of one walk."""
 
     tile: Tile
     segmented: bool
-    # tokens of a segment
+    # tokens per segment
     size: int
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """What one program holds of a state."""
+    """Columns of the state and warps per program."""
 
     block_e: int
     num_warps: int
@@ -69,7 +69,7 @@ _NVIDIA_FP16 = (
 _NVIDIA_FP32 = (
     (64, Tile(16, 32, 8, 1, precision="tf32x3")),
     (128, Tile(16, 32, 8, 1, precision="tf32x3")),
-    # three products of such rows leave no registers
+    # tf32x3 products of such rows would spill registers
     (256, Tile(16, 16, 8, 1)),
 )
 
@@ -140,16 +140,16 @@ class HopperTile:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, at the start."""
+        """Registers per thread at the start."""
         return {1: 136, 2: 168}[self.warpgroups]
 
 
-# for comparisons, and in case of doubt: the portable kernel serves every call
+# 0: the portable kernel serves every call, for comparisons
 HOPPER = os.environ.get("LIGHTNING_ATTN_HOPPER", "1") != "0"
 
-# programs that run at the same time, one to a multiprocessor
+# concurrent programs, one per multiprocessor
 BUSY = 132
-# tokens of the smallest segment worth its launches and its state
+# smallest segment, in tokens, that is worth its launches and its state
 SMALLEST_SEGMENT = 256
 
 
@@ -157,7 +157,7 @@ SMALLEST_SEGMENT = 256
 def walk_tile(platform: Platform, d: int, e: int, dtype: str) -> Tile:
     """Return the tile of a walk whose states are ``d x e``; ``dtype`` is bf16, fp16 or fp32."""
     tile = find_tile(_WALK[dtype], platform, d, 4 if dtype == "fp32" else 2)
-    # no wider than the values
+    # at most the padded width of the values
     block_e = min(tile.block_e, padded_head_dim(e))
     return tile if block_e == tile.block_e else replace(tile, block_e=block_e)
 
@@ -167,12 +167,12 @@ def decode_tile(platform: Platform, d: int, e: int) -> DecodeTile:
     """Return the tile of a decoding step."""
     if platform.vendor == "cpu":
         return DecodeTile(16, 1)
-    # 16 KiB of state a program, all in flight at once
+    # 16 KiB of state per program, all in flight at once
     return DecodeTile(min(padded_head_dim(e), max(MIN_TILE, 4096 // padded_head_dim(d))), 2)
 
 
 def takes_hopper_walk(platform: Platform, d: int, e: int, dtype: str) -> bool:
-    """Say whether the walk in Gluon serves states of ``d x e``."""
+    """Return whether the walk in Gluon serves states of ``d x e``."""
     return (
         HOPPER
         and platform.is_hopper
@@ -184,16 +184,16 @@ def takes_hopper_walk(platform: Platform, d: int, e: int, dtype: str) -> bool:
 
 
 def hopper_tile(block_e: int) -> HopperTile:
-    """Return the tile of a program of so many columns."""
+    """Return the tile of a program with ``block_e`` columns."""
     return HopperTile(2, 4) if block_e > 64 else HopperTile(1, 5)
 
 
 def plan_walk(schedule: str, tile: Tile, e: int, heads: int, batch: int, tokens: int) -> WalkPlan:
-    """Choose how a walk is run; ``tokens`` are those of all sequences.
+    """Choose tile and schedule of a walk; ``tokens`` is the total of all sequences.
 
-    By name, a schedule looks at the shape class alone, heads included. ``"auto"`` looks at the
-    batch, too: it goes by segments, as many as the GPU has place for, where the walks of whole
-    sequences would leave half of it idle. That reads keys and values twice.
+    A schedule by name depends only on the shape class and the heads. ``"auto"`` also depends on the
+    batch: it takes segments, as many as the GPU has room for, if walks of whole sequences would
+    leave half of it idle. Segments read keys and values twice.
     """
     if schedule != "auto":
         return WalkPlan(_for_programs(tile, e, heads), schedule == "parallel", tile.segment)
@@ -215,5 +215,5 @@ def _wide(tile: Tile, e: int) -> Tile:
 
 
 def _for_programs(tile: Tile, e: int, walks: int) -> Tile:
-    """Return the tile for a number of walks, of sequences or segments, each with all columns."""
+    """Return the tile for a number of walks of sequences or segments."""
     return _wide(tile, e) if walks * cdiv(e, tile.block_e) > BUSY else tile

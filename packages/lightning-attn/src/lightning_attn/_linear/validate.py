@@ -1,8 +1,7 @@
-"""The checks that the public functions leave out on a GPU: they read what only the device knows.
+"""Checks of tensor data.
 
-The CPU's kernels make them in each call. On a GPU they are for debugging and
-for tests: each copies a small tensor to the host, so it waits for the device, and a CUDA graph
-cannot capture it.
+Calls on CPU tensors always run them. On a GPU they are for debugging and tests: each copies a small
+tensor to the host, so it waits for the device, and a CUDA graph cannot capture it.
 """
 
 from torch import Tensor
@@ -12,14 +11,14 @@ from . import checks
 
 
 def validate_decay(decay: Tensor) -> None:
-    """Check that decays are at least 0, as every function of the package trusts.
+    """Check that decays are at least 0, as every function of the package assumes.
 
     Args:
         decay: fp32, any shape.
 
     Raises:
         TypeError: if ``decay`` is no tensor.
-        ValueError: on the first value that is wrong, with its index.
+        ValueError: for the first wrong value, with its index.
     """
     check_tensor("decay", decay)
     for i, rate in enumerate(decay.reshape(-1).tolist()):
@@ -32,13 +31,13 @@ def validate_varlen(q: Tensor, cu_seqlens: Tensor) -> None:
     """Check the values of packed offsets.
 
     Args:
-        q: queries, ``[tokens, heads, d]``, of which the shape is read.
-        cu_seqlens: where sequences begin, int32 or int64 ``[batch + 1]``: must not decrease, nor
-            leave 0 to ``tokens``.
+        q: queries, ``[tokens, heads, d]``; only the shape is used.
+        cu_seqlens: starts of the sequences, int32 or int64 ``[batch + 1]``: from 0 to ``tokens``,
+            not decreasing.
 
     Raises:
-        TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device, and on the first value that is wrong, with its index.
+        TypeError: if an argument has a wrong type or dtype.
+        ValueError: if a shape or a device is wrong, or for the first wrong value, with its index.
     """
     check_tensor("q", q)
     if q.ndim != 3:
@@ -60,14 +59,14 @@ def validate_slots(slots: Tensor, state_cache: Tensor, name: str = "slots") -> N
     """Check the values of ``slot_idx`` or ``state_indices``.
 
     Args:
-        slots: int32 or int64 ``[batch]``: below the number of slots, and no two alike but for
-            negative ones, which are padding.
-        state_cache: ``[slots, heads, d, e]``, of which the shape is read.
-        name: of ``slots``, in messages. Default: ``"slots"``.
+        slots: int32 or int64 ``[batch]``: below the number of slots, all different except for
+            negative values, which are padding.
+        state_cache: ``[slots, heads, d, e]``; only the shape is used.
+        name: name of ``slots`` in messages. Default: ``"slots"``.
 
     Raises:
         TypeError: if an argument is no tensor.
-        ValueError: on the first value that is wrong, with its index.
+        ValueError: for the first wrong value, with its index.
     """
     check_tensor(name, slots)
     check_tensor("state_cache", state_cache)

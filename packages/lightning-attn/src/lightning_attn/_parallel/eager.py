@@ -1,4 +1,4 @@
-"""What the CPU runs of sequences that are cut across ranks; see :mod:`.passes`."""
+"""CPU implementation of the passes over sequences cut across ranks; see :mod:`.passes`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 
 
 def write_runs(x: Inputs, slots: Tensor | None, reverse: bool, options: Sharded) -> None:
-    """Fill ``x.last`` with the states behind the runs."""
+    """Fill ``x.last`` with the states after the runs."""
     scale = options.scale if reverse else 1.0
     _, last = all_sequences(x._replace(read=None), Rule(reverse, write_scale=scale))
     if x.last is not None:
-        # a message has as many rows as the rank that sends most needs, and none for runs that stay
+        # a message has the rows of the rank that sends most, and no rows for runs that stay
         rows = min(x.last.shape[0], last.shape[0])
         x.last[:rows].copy_(last[:rows])
 
 
 def read_runs(x: Inputs, kept: Any, options: Sharded) -> Tensor:
-    """Return what the runs read, from the states before them."""
+    """Return the outputs of the runs, from the states before them."""
     return all_sequences(x, Rule(read_scale=options.scale))[0]
 
 
 def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) -> Tensor:
-    """Return ``base`` and what decayed on its way from the states of all ranks, for each row."""
+    """Return, for each row, ``base`` plus the decayed states of its sources."""
     rates = decay.clamp(max=LARGEST_RATE)
     offsets = sources.offsets.tolist()
     rows = every.new_zeros((len(offsets) - 1, *every.shape[1:])) if base is None else base.clone()
@@ -59,5 +59,5 @@ def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) 
 def write_gradients_of_runs(
     x: BackwardTensors, kept: Any, needs_dinitial: bool, options: Sharded
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dk, dv and, if asked for, the gradients of the states before the runs."""
+    """Return dk, dv and, if needed, the gradients of the states before the runs."""
     return write_gradients(x, options.scale, options.schedule, needs_dinitial)

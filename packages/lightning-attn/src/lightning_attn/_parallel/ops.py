@@ -1,6 +1,6 @@
-"""Operators of sequences that are cut across ranks, and their derivative.
+"""Operators on sequences cut across ranks, and their derivative.
 
-Each is opaque to a trace, with its exchange of states.
+An operator includes its exchange of states, so a trace does not see the exchange.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
     )
 
 
-# its result says nothing: what takes it comes after the comparison
+# the empty result orders its consumers after the comparison
 compare_calls = register(
     f"{ops.NAMESPACE}::compare_calls",
     f"(Tensor q, Tensor v, Tensor decay, {_OPTIONS}, bool has_gradient) -> Tensor",
@@ -118,7 +118,7 @@ sharded_backward = register(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Put away what the derivative needs."""
+    """Save what the derivative needs."""
     q, k, v, decay, initial_state, *options, _ = inputs
     known = Sharded(*options)
     _, states, _ = output

@@ -1,10 +1,10 @@
-"""The passes of one rank over its runs, with the exchange of states behind them.
+"""The passes of one rank over its runs, with the exchange of states.
 
-Forward: first what the runs write to their states, which travels; then the runs are read, from the
-states that arrived. To read them meanwhile and correct that behind, or to take heads in two halves,
-took longer: the figures are in benchmarks/NOTES.md. Backward: first what the runs write to the
-gradients of their states, which travels while dq is computed; the walks of dk and dv start from
-what arrived.
+Forward: compute the states that the runs write, exchange them, and compute the outputs from the
+arrived states. Computing outputs during the exchange and correcting them later, or exchanging heads
+in two halves, took longer (benchmarks/NOTES.md). Backward: compute the gradients that the runs
+write to their states, exchange them while dq is computed, and start the walks of dk and dv from the
+arrived gradients.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .shards import Table, table_of
 
 
 class Sharded(NamedTuple):
-    """What is not multiplied, in the order of the operators."""
+    """Arguments of the operators besides the tensors that are multiplied, in their order."""
 
     scale: float
     schedule: str
-    # states are returned or differentiated: they are written as such
+    # states are returned or differentiated, so they are written in full precision
     is_exact: bool
     has_final: bool
     # how sequences are cut; see ``Cut``
     lengths: Tensor | None
     numbers: list[int]
-    # how many runs of tokens a rank holds, or fewer
+    # upper bound of the runs of tokens on this rank
     runs: int
     group: str
 
@@ -45,31 +45,31 @@ class Sharded(NamedTuple):
 
     @property
     def table(self) -> Table:
-        """What this rank sends, and what arrives."""
+        """What this rank sends and receives."""
         return table_of(self.layout, self.has_final)
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return self.numbers[-2] if self.lengths is None else self.lengths.shape[0]
 
     @property
     def finals(self) -> int:
-        """How many final states are asked for."""
+        """The number of final states that are returned."""
         return self.batch if self.has_final else 0
 
 
 class Exchange:
-    """An all-gather of states, under way."""
+    """A pending all-gather of states."""
 
     def __init__(self, message: Tensor, options: Sharded, table: Table) -> None:
         self._work: Any = None
-        self._message = message  # which may not go before it has been sent
+        self._message = message  # keeps it alive until it has been sent
         self._all = message
         if table.group_size == 1:
             return
         self._all = message.new_empty((table.group_size * message.shape[0], *message.shape[1:]))
-        # PyTorch 2.13 has renamed it
+        # renamed in PyTorch 2.13
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         group = group_named(options.group)
         self._work = gather(self._all, message, group=group, async_op=True)
@@ -90,7 +90,7 @@ def forward(
     initial_state: Tensor | None,
     options: Sharded,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the states before the runs for the backward pass, and the final ones."""
+    """Return the output, the states before the runs (for the backward), and the final states."""
     table = options.table
     on = table.on(q.device)
     runs = len(table.runs)
@@ -113,7 +113,7 @@ def forward(
     final = before[runs:].clone()
     missing = options.runs + options.finals - before.shape[0]
     if missing:
-        # where sequences are so short that ranks have none of them
+        # short sequences may leave a rank with fewer runs than the bound
         before = torch.cat([before, _states(k, v, missing).zero_()])
     return out, before, final
 
@@ -126,7 +126,7 @@ def backward(
     needs: list[bool],
     options: Sharded,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, the share of the decays' gradient, and that of the initial states."""
+    """Return dq, dk, dv, and this rank's share of the gradients of decays and initial states."""
     table = options.table
     on = table.on(x.k.device)
     needs_q, needs_kv, needs_decay, needs_initial, has_initial = needs
@@ -140,7 +140,7 @@ def backward(
     if table.sends + table.finals:
         message = _states(x.k, x.v, table.sends + table.finals)
         if table.sends:
-            # the walk of dv, which starts from nothing
+            # the walk of dv, started from zero
             gradients = x._replace(dfinal_state=None).walk_of_dv()
             kept = _write(backend, gradients, message[: table.sends], table, options, reverse=True)
         finals = message[table.sends :]
@@ -175,13 +175,13 @@ def backward(
 def _write(
     backend: Any, x: Inputs, message: Tensor, table: Table, options: Sharded, *, reverse: bool
 ) -> Any:
-    """Fill the message with what the runs write; return what their reads need of it."""
+    """Fill the message with the states that the runs write; return what ``read_runs`` reuses."""
     if not table.runs:
         message.zero_()
         return None
     on = table.on(x.key.device)
     slots = None if table.sends_all else on.slots
-    if table.sends_first:  # rows of the message behind them are read nowhere
+    if table.sends_first:  # later rows of the message are never read
         return backend.write_runs(x._replace(last=message), slots, reverse, options)
     last = _states(x.key, x.value, len(table.runs))
     kept = backend.write_runs(x._replace(last=last), slots, reverse, options)
@@ -194,7 +194,7 @@ def _states(k: Tensor, v: Tensor, rows: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=k.device)
 
 
-# what ranks compare; the operator adds the values of the decays
+# names of the compared values; the operator adds the values of the decays
 NAMES = (
     "the dtype of q",
     "the heads and dimensions of q and v",
@@ -207,14 +207,14 @@ NAMES = (
 
 
 class _Shown(str):
-    """Text that ranks compare, shown as it is."""
+    """A compared text whose ``repr`` is the text itself."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def claims_of(q: Tensor, v: Tensor, options: Sharded, has_gradient: bool) -> list[str]:
-    """Say of a call what has to be the same on every rank."""
+    """Return texts about a call that have to be the same on every rank."""
     layout = options.layout
     return [
         str(q.dtype),
@@ -234,7 +234,7 @@ def compare(
     device: torch.device,
     error: Exception | None = None,
 ) -> None:
-    """Compare what ranks say of their calls; raise on all of them if they differ."""
+    """Compare the claims of all ranks; raise on all of them if they differ."""
     named: dict[str, Any] = dict(zip(NAMES, map(_Shown, claims), strict=True))
     if decay is not None:
         try:

@@ -1,8 +1,8 @@
-"""Which states travel between ranks, and what each of them is multiplied with where it arrives.
+"""Which states travel between ranks, and over which distance each of them decays.
 
-A rank holds *runs*: tokens of a sequence that lie one after the other. A sequence that is cut has
-several runs, on several ranks. All numbers here follow from the lengths of the sequences and from
-the rule of the shards, so every rank knows those of the others, and they reach a GPU once.
+A rank holds *runs*: consecutive tokens of a sequence. A sequence that is cut has several runs, on
+several ranks. All numbers here follow from the lengths of the sequences and the shard rule, so
+every rank knows the numbers of all ranks, and copies its own to a GPU once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._linked.parallel.shards import Run, merged
 
 
 class Sources(NamedTuple):
-    """For each row, which states of all ranks come to it, and over how many tokens they decay."""
+    """The source states of each row, and the number of tokens over which each of them decays."""
 
     offsets: Tensor  # int32 [rows + 1]
     entries: Tensor  # int32 [entries, 2]: slot, distance
@@ -30,22 +30,22 @@ class OnDevice(NamedTuple):
     """The numbers of one rank, on a device."""
 
     cu_seqlens: Tensor  # int32 [runs + 1]
-    # forward: the runs, then the sequences if their final states are asked for
+    # forward: a row per run, then per sequence if final states are returned
     earlier: Sources
-    # backward: the runs
+    # backward: a row per run
     later: Sources
-    # the run in each row of the message; and for each run, where its state goes: -1, nowhere
+    # the run in each row of the message, and for each run its row, or -1 if it is not sent
     sent: Tensor
     slots: Tensor
-    # the rows that start from an initial state, and of which sequence
+    # the rows that start from an initial state, and their sequences
     first_rows: Tensor
     first_sequences: Tensor
-    # sequences without tokens, whose final states are their initial ones
+    # sequences without tokens, whose final states are their initial states
     tokenless: Tensor
 
 
 class Table:
-    """What one rank sends, and what arrives there."""
+    """What one rank sends and receives."""
 
     def __init__(self, layout: Layout, has_final: bool) -> None:
         lengths, self.group_size, (left, right), shard, self.rank = layout
@@ -58,7 +58,7 @@ class Table:
                 parts[run.sequence].append((run, rank))
         for of_sequence in parts:
             of_sequence.sort(key=lambda part: part[0].begin)
-        # a whole sequence travels only where its final state is asked for
+        # the state of a whole sequence travels only if final states are returned
         sent = [
             [i for i, run in enumerate(runs) if self.has_final or len(parts[run.sequence]) > 1]
             for runs in every
@@ -66,12 +66,12 @@ class Table:
         self.runs = every[self.rank]
         self.batch = len(lengths)
         self.tokens = sum(run.end - run.begin for run in self.runs)
-        # states in a message of the forward pass; a backward one adds the gradients of final states
+        # states per message of the forward; the backward adds the gradients of final states
         self.sends = max(map(len, sent))
         self.finals = self.batch if self.has_final else 0
         self.rows = len(self.runs) + self.finals
         self.sends_all = len(sent[self.rank]) == len(self.runs)
-        # no run that stays lies ahead of one that is sent: row i of the message is of run i
+        # row i of the message is run i: all sent runs come before the others
         self.sends_first = sent[self.rank] == list(range(len(sent[self.rank])))
 
         slots: dict[Run, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ class Table:
         self._on: dict[torch.device, OnDevice] = {}
 
     def on(self, device: torch.device) -> OnDevice:
-        """Return the numbers on a device; kept, so that one copy serves all calls of a layout."""
+        """Return the numbers on a device; one copy serves all calls of a layout."""
         found = self._on.get(device)
         if found is None:
             earlier, later = (_sources(rows, device) for rows in self._sources)
@@ -142,7 +142,7 @@ class Table:
 
 @lru_cache(maxsize=256)
 def table_of(layout: Layout, has_final: bool) -> Table:
-    """Return the table of a layout; with or without final states."""
+    """Return the table of a layout, with or without final states."""
     return Table(layout, has_final)
 
 

@@ -1,12 +1,12 @@
 """The consumers of the walk on Hopper: each warpgroup owns 64 columns of the state of one head.
 
-The state is turned, in registers. A warpgroup goes through the chunks by itself: beside its
-arithmetic run the products of the other one. Of a chunk, with everything turned
+The state is transposed, in registers. The warpgroups walk the chunks independently: the arithmetic
+of one overlaps with the products of the other. For a chunk, with all tiles transposed
 ([columns, tokens])::
 
-    scores   = k q^T, weighted, rounded and left in shared memory
+    scores   = k q^T, weighted, rounded and stored in shared memory
     out      = state q^T  (the state rounded, from registers), weighted, + v^T scores
-    state    = faded state + (faded v)^T k
+    state    = decayed state + (decayed v)^T k
 """
 
 from ..._linked.hopper.compat import copy_out, gl, gluon, hopper, mbarrier, tma
@@ -14,14 +14,14 @@ from ..._linked.hopper.pipeline import EMPTY, barrier_arrive
 from .primitives import SIDE, chunk_of, factor, panel
 from .structures import Chunk, Halves, Reads
 
-# registers of a warpgroup: sums of products, and the left operands of products
+# layouts of a warpgroup's registers: accumulators, and left operands of products
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 
 
 @gluon.jit
 def _first_state(recurrence, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES: gl.constexpr):
-    """Return the halves of the state that arrives; a state has both, even if one is unused."""
+    """Return the halves of the initial state; the second may be unused."""
     low = gl.zeros([SIDE, SIDE], gl.float32, ACC)  # [SIDE of E, SIDE of D]
     high = low
     if recurrence.first_ptr is not None:
@@ -38,7 +38,7 @@ def _first_state(recurrence, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES: gl.c
 
 @gluon.jit
 def _keep_state(recurrence, state, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES: gl.constexpr):
-    """Store the halves of the state that leaves."""
+    """Store the halves of the final state."""
     pointers = recurrence.last_ptr + cols_e.to(gl.int64) * recurrence.stride_last_e
     pointers = pointers + rows_d.to(gl.int64) * recurrence.stride_last_d
     limit = gl.where(recurrence.has_last, OPTIONS.D, 0)
@@ -50,18 +50,18 @@ def _keep_state(recurrence, state, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES
 
 @gluon.jit
 def _weights(W: gl.constexpr, pipeline, recurrence, REVERSE: gl.constexpr):
-    """Return the factors of a chunk's scores; leave those of a whole chunk's ends in memory."""
+    """Return the factors of a chunk's scores; store those from and to a whole chunk's ends."""
     rate = recurrence.rate
     read_scale = recurrence.read_scale
     write_scale = recurrence.write_scale
     tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))  # [SIDE]
-    # what is left over the tokens between each one and the ends of a whole chunk, with the scale
-    # of what it is for
+    # decay from the beginning of a whole chunk to each token, and from each token to its end, with
+    # the scale of reads or of writes
     since = factor(rate, tokens + 1) * (write_scale if REVERSE else read_scale)  # [SIDE]
     pipeline.since.index(W).store(since)
     until = factor(rate, SIDE - 1 - tokens) * (read_scale if REVERSE else write_scale)  # [SIDE]
     pipeline.until.index(W).store(until)
-    # from the token of a row to that of a column; what lies the other way does not count
+    # distance from the token of a row to the token of a column; negative distances are masked
     apart = tokens[None, :] - gl.arange(0, SIDE, gl.SliceLayout(1, ACC))[:, None]  # [SIDE, SIDE]
     if REVERSE:
         apart = -apart
@@ -78,7 +78,7 @@ def _fading(
     HAS_OUT: gl.constexpr,
     OPTIONS: gl.constexpr,
 ):
-    """Return what is left of each token's write at the end of the chunk, and of the old state."""
+    """Return the decay of each token's write, and of the old state, until the chunk's end."""
     REVERSE: gl.constexpr = OPTIONS.REVERSE
     rate = recurrence.rate
     count = chunk.count
@@ -90,7 +90,7 @@ def _fading(
             to_end = count - 1 - gl.arange(0, SIDE, gl.SliceLayout(0, LEFT))
             fading = factor(rate, gl.maximum(to_end, 0)) * recurrence.write_scale
     if OPTIONS.SEGMENTED and not HAS_OUT:
-        # against the direction of time: to the end of the piece
+        # chunks come in the opposite order, so writes decay to the end of the piece at once
         beyond = chunk.row if REVERSE else recurrence.piece.length - count - chunk.row
         fading *= factor(rate, beyond)
         kept = 1.0
@@ -99,7 +99,7 @@ def _fading(
 
 @gluon.jit
 def _halves(panels, stage, HALVES: gl.constexpr):
-    """Return the panels of a chunk in shared memory; a single one comes twice."""
+    """Return the panels of a chunk in shared memory; a single panel is returned twice."""
     low = panels.index(stage * HALVES).reshape([SIDE, SIDE])
     high = panels.index(stage * HALVES + HALVES - 1).reshape([SIDE, SIDE])
     return Halves(low, high)
@@ -107,7 +107,7 @@ def _halves(panels, stage, HALVES: gl.constexpr):
 
 @gluon.jit
 def _start_reads(state, k, q, HALVES: gl.constexpr):
-    """Start the products of reads with keys, and with the rounded state: ``(scores, out)``."""
+    """Start the products of reads with keys and with the rounded state: ``(scores, out)``."""
     dtype: gl.constexpr = k.low.dtype
     zeros = gl.zeros([SIDE, SIDE], gl.float32, ACC)
     scores = hopper.warpgroup_mma(k.low, q.low, zeros, use_acc=False, is_async=True)
@@ -153,11 +153,11 @@ def _add_scores(
 
 @gluon.jit
 def _terms(v_t, fading, TERMS: gl.constexpr):
-    """Return the faded values as one or two numbers of 16 bits each; a single one comes twice."""
+    """Return the decayed values as one or two numbers of 16 bits; one is returned twice."""
     dtype: gl.constexpr = v_t.dtype
     faded = v_t.to(gl.float32) * fading[None, :]  # [SIDE of E, SIDE]
     if TERMS == 2:
-        # the upper half of a number's bits is one of 16 bits
+        # the upper half of a number's bits is a 16-bit number
         upper = (faded.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
         rest = (faded - upper).to(dtype)
         return upper.to(dtype), rest
@@ -167,9 +167,9 @@ def _terms(v_t, fading, TERMS: gl.constexpr):
 
 @gluon.jit
 def _start_write(upper, rest, k, TERMS: gl.constexpr):
-    """Start the products of faded values and keys.
+    """Start the products of decayed values and keys.
 
-    What is added to the state has an accumulator of its own: tensor cores cut sums off.
+    They have a separate accumulator, which is then added to the state: tensor cores truncate sums.
     """
     zeros = gl.zeros([SIDE, SIDE], gl.float32, ACC)
     written = hopper.warpgroup_mma(upper, k, zeros, use_acc=False, is_async=True)
@@ -180,7 +180,7 @@ def _start_write(upper, rest, k, TERMS: gl.constexpr):
 
 @gluon.jit
 def _send(out_desc, staging, out, piece, row, col, RAGGED: gl.constexpr):
-    """Send the output of a chunk on its way, through shared memory."""
+    """Start the TMA store of a chunk's output."""
     tma.store_wait(0)
     staging.reshape([SIDE, SIDE]).permute((1, 0)).store(out.to(staging.dtype))
     hopper.fence_async_shared()
@@ -189,7 +189,7 @@ def _send(out_desc, staging, out, piece, row, col, RAGGED: gl.constexpr):
 
 @gluon.jit
 def consume(W: gl.constexpr, maps, pipeline, recurrence, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Walk with 64 columns of the state, those of warpgroup ``W``."""
+    """Walk with the 64 columns of the state of warpgroup ``W``."""
     HALVES: gl.constexpr = TILE.HALVES
     STAGES: gl.constexpr = TILE.STAGES
     TERMS: gl.constexpr = OPTIONS.TERMS

@@ -1,4 +1,4 @@
-"""The host side of the walk on Hopper: tensor maps of panels, and the launch."""
+"""Launches of the walk on Hopper, with tensor maps of panels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .walk import hopper_walk_kernel
 
 
 class HopperWalk:
-    """What the calls of one form launch on Hopper. It holds no tensor."""
+    """Launches and tensor maps for calls of one form on Hopper; it holds no tensor."""
 
     def __init__(self, d: int, e: int, reverse: bool, is_packed: bool) -> None:
         self._d, self._e, self._reverse, self._is_packed = d, e, reverse, is_packed
         self._forms: dict[int, MapForm] = {}
 
     def launch(self, tile: Tile, segmented: bool, skip: bool, is_exact: bool) -> MapLaunch:
-        """Return one launch of the walk; ``skip``: last segments write nothing."""
+        """Return a launch of the walk; ``skip``: last segments write no state."""
         hopper = hopper_tile(tile.block_e)
         options = structures.Options(
             self._d, self._e, self._reverse, segmented, skip, self._is_packed, 2 if is_exact else 1
@@ -39,7 +39,7 @@ class HopperWalk:
         )
 
     def maps(self, key: Tensor, *others: Tensor | None) -> list[Any]:
-        """Return keys, and values, reads and output, as TMA finds them."""
+        """Return the maps of keys, values, reads and output."""
         return [self._map(role, x) for role, x in enumerate((key, *others))]
 
     def _map(self, role: int, x: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""What producer and consumers of the walk on Hopper share: panels, chunks and factors."""
+"""Panels, chunks and factors, for the producer and the consumers of the walk on Hopper."""
 
 from ..._linked.hopper.compat import gl, gluon
 from ..._linked.hopper.pipeline import coordinates
@@ -12,7 +12,7 @@ LARGEST_RATE = gl.constexpr(call.LARGEST_RATE)
 
 @gluon.jit
 def factor(rate, distance):
-    """Return what is left after a number of tokens: at most 1."""
+    """Return the decay over ``distance >= 0`` tokens, at most 1."""
     return gl.exp2(-rate * distance.to(gl.float32))
 
 
@@ -20,8 +20,8 @@ def factor(rate, distance):
 def chunk_of(step, chunks, HAS_OUT: gl.constexpr, OPTIONS: gl.constexpr):
     """Return the chunk of a step.
 
-    Where nobody reads, the order is free: a segment is left at the end at which the walk with reads
-    begins, whose rows the cache then still holds.
+    A walk without reads may take chunks in any order: it ends where the walk with reads begins, so
+    that the cache still holds these rows.
     """
     BACKWARDS: gl.constexpr = (OPTIONS.SEGMENTED and not HAS_OUT) != OPTIONS.REVERSE
     if BACKWARDS:
@@ -31,6 +31,6 @@ def chunk_of(step, chunks, HAS_OUT: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def panel(piece, row, col, RAGGED: gl.constexpr):
-    """Return where a panel lies in a tensor map."""
+    """Return the coordinates of a panel in a tensor map."""
     where = coordinates(piece.sequence, piece.head, piece.begin, piece.length, row, RAGGED)
     return (where[0], where[1], where[2], where[3], col)

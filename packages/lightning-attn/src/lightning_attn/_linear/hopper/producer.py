@@ -7,7 +7,7 @@ from .primitives import SIDE, chunk_of, panel
 
 @gluon.jit
 def produce(maps, pipeline, piece, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy chunks into shared memory, in the order in which they are needed."""
+    """Copy chunks into shared memory, in the order of use."""
     HALVES: gl.constexpr = TILE.HALVES
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     STAGES: gl.constexpr = TILE.STAGES
@@ -30,7 +30,7 @@ def produce(maps, pipeline, piece, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         for w in gl.static_range(WARPGROUPS):
             where = panel(piece, row, piece.first_col + w * SIDE, OPTIONS.RAGGED)
             copy_in(maps.value, where, arrived, pipeline.value.index(stage * WARPGROUPS + w))
-    # nobody may be left at a barrier
+    # meet the consumers' last arrivals, so that no barrier stays incomplete
     for back in gl.static_range(STAGES):
         if piece.chunks > back:
             barrier_sync(EMPTY + (piece.chunks - 1 - back) % STAGES, PARTIES, 1)

@@ -1,4 +1,4 @@
-"""Which piece of tokens a program owns; the portable ``primitives.py`` finds the same."""
+"""Which piece of tokens a program owns, as in ``portable/primitives.py``."""
 
 from ..._linked.hopper.compat import gl, gluon
 from ..._linked.hopper.pipeline import SEARCH_CHUNK
@@ -8,7 +8,7 @@ from .primitives import SIDE
 
 @gluon.jit
 def locate(cu_seqlens_ptr, piece, lengths, SEGMENTED: gl.constexpr):
-    """Return where a piece of tokens lies, and the bounds of its sequence; as ``locate`` there."""
+    """Return the ``Found`` of a piece, as the portable ``locate``, and its sequence's bounds."""
     size = lengths.size
     if cu_seqlens_ptr is None:
         start = piece * 0
@@ -70,6 +70,6 @@ def clear_padding(
         col = first_col + w * SIDE
         _clear_rows(out, found.begin, length, col, OPTIONS.E)
         if not OPTIONS.SEGMENTED:
-            # who clears what lies behind all sequences clears what lies ahead, too
+            # the program of the padding after all sequences also clears the padding before them
             ahead = gl.where(found.sequence == batch, gl.load(cu_seqlens_ptr), 0)
             _clear_rows(out, found.begin * 0, ahead, col, OPTIONS.E)

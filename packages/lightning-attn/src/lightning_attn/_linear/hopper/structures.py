@@ -1,14 +1,14 @@
-"""What the walk on Hopper passes between its functions; see :mod:`.walk`.
+"""Structures of the walk on Hopper; see :mod:`.walk`.
 
-The fields of ``Tensors``, ``Numbers``, ``Options`` and ``Tile`` are, in order, the parameters of
-the kernel: the host fills them.
+The kernel's parameters are the fields of ``Tensors``, ``Numbers``, ``Options`` and ``Tile``, in
+order; the host fills them.
 """
 
 from typing import Any, NamedTuple
 
 
 class Tensors(NamedTuple):
-    """Tensor maps and pointers of a launch; what a launch lacks is None."""
+    """Tensor maps and pointers of a launch, or None."""
 
     key_desc: Any
     value_desc: Any
@@ -52,21 +52,21 @@ class Options(NamedTuple):
     E: Any
     REVERSE: Any  # from the last token to the first
     SEGMENTED: Any
-    SKIP: Any  # the state behind the last segment is not asked for
+    SKIP: Any  # the state after the last segment is not needed
     RAGGED: Any  # packed sequences
-    TERMS: Any  # numbers of 16 bits that stand for a value as it is written to the state
+    TERMS: Any  # numbers of 16 bits per value that is written to the state
 
 
 class Tile(NamedTuple):
     """Constants of a build."""
 
-    HALVES: Any  # panels that hold a row of keys
+    HALVES: Any  # panels per row of keys
     WARPGROUPS: Any
     STAGES: Any
 
 
 class Maps(NamedTuple):
-    """Tensor maps of panels; ``out`` and ``read`` are None where nobody reads."""
+    """Tensor maps of panels; ``out`` and ``read`` are None without reads."""
 
     out: Any
     key: Any
@@ -84,11 +84,11 @@ class Pipeline(NamedTuple):
     out: Any  # [WARPGROUPS, 1, 1, 1, SIDE, SIDE]
     since: Any  # [WARPGROUPS, SIDE]
     until: Any  # [WARPGROUPS, SIDE]
-    full: Any  # an mbarrier a stage
+    full: Any  # an mbarrier per stage
 
 
 class Piece(NamedTuple):
-    """What a program walks."""
+    """The piece of tokens that a program walks."""
 
     sequence: Any
     head: Any
@@ -99,7 +99,7 @@ class Piece(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """What a program computes, and where its states are."""
+    """Decay, scales and states of a program."""
 
     rate: Any
     first_ptr: Any
@@ -116,21 +116,21 @@ class Recurrence(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a piece: its first row, and how many tokens it has."""
+    """A chunk of a piece: its first row and its number of tokens."""
 
     row: Any
     count: Any
 
 
 class Halves(NamedTuple):
-    """Panels of a state, of keys or of reads; both are the same where one holds a row."""
+    """Panels of a state, of keys or of reads; both are the same if one holds a row."""
 
     low: Any
     high: Any
 
 
 class Reads(NamedTuple):
-    """The products of reads with keys, and with the state, under way."""
+    """The pending products of reads with keys and with the state."""
 
     scores: Any
     out: Any

@@ -1,7 +1,7 @@
 """The walk on Hopper: one warp copies, one or two warpgroups multiply.
 
-All tiles are panels of 64 tokens by 64 columns. :mod:`.producer` copies them, and :mod:`.consumer`
-walks with the state. ``portable/walk.py`` has the algorithm.
+All tiles are panels of 64 tokens by 64 columns. :mod:`.producer` copies them, :mod:`.consumer`
+computes. ``portable/walk.py`` explains the algorithm.
 """
 
 from ..._linked.hopper.compat import gl, gluon, hopper
@@ -84,8 +84,7 @@ def hopper_walk_kernel(
 ):
     """``out_i = read_i S_i``, where ``S_i = exp(-s) S_(i-1) + key_i^T value_i``.
 
-    A program walks one piece of tokens for some columns of the state of one head: one warp copies,
-    one or two warpgroups multiply.
+    A program walks one piece of tokens, for some columns of the state of one head.
     """
     OPTIONS: gl.constexpr = Options(D, E, REVERSE, SEGMENTED, SKIP, RAGGED, TERMS)
     TILE: gl.constexpr = Tile(HALVES, WARPGROUPS, STAGES)
@@ -109,7 +108,7 @@ def hopper_walk_kernel(
             whole = Output(out_ptr, heads, head_64)
             clear_padding(whole, cu_seqlens_ptr, found, batch, first_col, OPTIONS, TILE)
     if SKIP:
-        # nobody asks for what the last segment writes
+        # the state after the last segment is not needed
         if REVERSE:
             is_last = found.begin == start
         else:

@@ -1,4 +1,4 @@
-"""From what each segment writes to the state before each segment: a scan over segments."""
+"""Scan over segments: from the states that they write to the state before each of them."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from .primitives import factor, rate_of, slot_of, state_offsets
 from .structures import CombineNumbers, CombineTensors
 
-# as many numbers as four warps hold once, at most four a thread: of fewer, several warps hold each
+# numbers that four warps hold, four per thread; of fewer numbers, several warps hold copies
 SHARED = tl.constexpr(512)
 
 
@@ -50,8 +50,8 @@ def combine_kernel(
 ):
     """``S_(j+1) = exp(-s n_j) S_j + written_j``, over the segments j of n_j tokens.
 
-    A program replaces, for a tile of the state of one head, what the segments of one sequence wrote
-    by the state that arrives at each. Without ``REPLACE`` it leaves them, and fills ``last`` alone.
+    For a tile of the state of one head, a program replaces the states that the segments of one
+    sequence wrote by the states before them. Without ``REPLACE`` it only fills ``last``.
     """
     SPLITS_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     SPLITS_E: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -97,7 +97,7 @@ def combine_kernel(
         written = tl.load(pointers, mask=inside, other=0.0)
         if REPLACE:
             if BLOCK_D * BLOCK_E < SHARED:
-                # several warps hold each number: all have read it before one overwrites it
+                # several warps hold copies of a number: all must read it before one overwrites it
                 tl.debug_barrier()
             tl.store(pointers, state, mask=inside)
         count = tl.minimum(size, length - segment * size)

@@ -1,9 +1,10 @@
-"""The gradient of the decays: minus the distance that everything has travelled, summed.
+"""The gradient of the decays: minus the distances between writes and reads, weighted and summed.
 
-What a token writes is read later, so ``d(loss)/d(decay)`` is ``-sum (i - j) a_ij``, where a_ij is
-the share of the loss that went from token j to token i. A path crosses chunks, and every chunk
-counts the steps that are taken within it, so that nothing cancels: between two of its tokens; from
-the state that arrives to a token; from a token to the state that leaves; and straight through.
+``d(loss)/d(decay)`` is ``-sum (i - j) a_ij``, where a_ij is the derivative of the loss through the
+path from token j, which writes, to token i, which reads. A path may cross chunks, and every chunk
+counts only the steps within it, so that no large terms cancel: between two of its tokens; from the
+state before the chunk to a token; from a token to the state after the chunk; and from state to
+state.
 """
 
 import triton
@@ -25,10 +26,10 @@ from .structures import DecayGradientNumbers, DecayGradientTensors, Lengths, Pro
 
 @triton.jit
 def _within(q, k_t, v_t, dout, rate, index, scale, PRODUCTS: tl.constexpr):
-    """Return the steps between two tokens of a chunk, summed."""
+    """Return the weighted sum of steps between two tokens of a chunk."""
     PRECISION: tl.constexpr = PRODUCTS.PRECISION
     apart = tl.maximum(index[:, None] - index[None, :], 0)  # [C, C]
-    # 0 above the diagonal, where nothing travels
+    # 0 above the diagonal
     steps = apart.to(tl.float32) * factor(rate, apart) * scale
     scores = dot(q, k_t, PRECISION, PRODUCTS.UPCAST)  # [C, C]
     return tl.sum(tl.sum(steps * scores * dot(dout, v_t, PRECISION, PRODUCTS.UPCAST), 1), 0)
@@ -85,7 +86,7 @@ def decay_gradient_kernel(
 ):
     """``out = sum of (i - j) exp(-s (i - j)) scale (q_i . k_j) (dout_i . v_j)`` over steps j to i.
 
-    A program writes the steps that are taken within one chunk, of some columns of the state of one
+    A program writes the sum of the steps within one chunk, for some columns of the state of one
     head.
     """
     PRODUCTS: tl.constexpr = Products(TERMS, NARROW, PRECISION, UPCAST)
@@ -118,7 +119,7 @@ def decay_gradient_kernel(
     rate = rate_of(decay_ptr, head)
     total = _within(q, k_t, v_t, dout, rate, index, scale, PRODUCTS)
 
-    # the state that arrives, and the gradient of the one that leaves, have the same strides
+    # the state before the chunk and the gradient of the state after it have the same strides
     base = sequence_64 * stride_first_b + found.index.to(tl.int64) * stride_first_s
     base += head_64 * stride_first_h
     offsets = state_offsets(rows_d, cols, stride_first_d, stride_first_e)
@@ -126,7 +127,7 @@ def decay_gradient_kernel(
     state = tl.load(first_ptr + base + offsets, mask=inside_state, other=0.0)  # [D, E]
     zeros = tl.zeros([CHUNK, BLOCK_E], tl.float32)  # [C, E]
     reads = dot_add(zeros, q, state, q.dtype, PRODUCTS) * dout.to(tl.float32)
-    # from the state that arrives to each token, and from each to the state that leaves
+    # from the state before the chunk to each token, then from each token to the state after it
     steps = (index + 1).to(tl.float32) * factor(rate, index + 1) * scale
     total += tl.sum(steps * tl.sum(reads, 1), 0)
 
@@ -140,5 +141,5 @@ def decay_gradient_kernel(
 
     through = tl.sum(tl.sum(state * gradient, 1), 0)
     total += length.to(tl.float32) * factor(rate, length) * through
-    # every program of the grid has a place of its own
+    # every program of the grid has its own element
     tl.store(out_ptr + tl.program_id(0).to(tl.int64), total)

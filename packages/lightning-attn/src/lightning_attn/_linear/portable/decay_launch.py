@@ -1,4 +1,4 @@
-"""The plan of the gradient of the decays, which is made of two walks and a kernel of its own."""
+"""The launcher of the gradient of the decays: two walks and a kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from .walk_launch import Walk, constants_of, tile_of
 
 
 class DecayGradientPlan:
-    """The gradient of the decays for the calls of one form.
-
-    Unlike all else it keeps two states per chunk.
-    """
+    """The gradient of the decays for calls of one form; it stores two states per chunk."""
 
     def __init__(self, x: BackwardTensors, scale: float) -> None:
         d, e = x.k.shape[-1], x.v.shape[-1]
@@ -55,7 +52,7 @@ class DecayGradientPlan:
         segments = walk.segments(tokens)
         pieces = segments * (1 if walk.is_packed else walk.batch)
         splits = cdiv(walk.e, self._tile.block_e)
-        # a slot without tokens writes nothing
+        # slots without tokens write nothing
         out = torch.zeros((pieces, walk.heads, splits), dtype=torch.float32, device=x.q.device)
         lengths = walk.batch, walk.heads, tokens, self._tile.chunk, segments
         self._launch(
@@ -77,6 +74,6 @@ class DecayGradientPlan:
 
 
 def _walks_of(x: BackwardTensors) -> tuple[Inputs, Inputs]:
-    """Return the walk of the states, and that of their gradients."""
+    """Return the walks of the states and of their gradients."""
     written = Inputs(None, x.k, x.v, x.decay, x.cu_seqlens, x.initial_state)
     return written, x.walk_of_dv()

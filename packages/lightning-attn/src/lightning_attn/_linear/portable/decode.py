@@ -1,7 +1,6 @@
-"""A decoding step: one program owns some columns of one head's state, and reads and writes it once.
+"""A decoding step: a program reads and writes some columns of one head's state once.
 
-The step is bound by the memory traffic of the states alone, so the products are plain multiply-adds
-in fp32.
+Memory traffic of the states bounds the step, so the products are plain multiply-adds in fp32.
 """
 
 import triton
@@ -13,9 +12,9 @@ from .structures import DecodeNumbers, DecodeTensors
 
 @triton.jit
 def _state_pointers(base, rows, cols, stride_d, stride_e, BYTES: tl.constexpr, ALONG: tl.constexpr):
-    """Return the pointers of a tile of a state, [D, E]; ``ALONG`` says which stride is 1: 1 e, 0 d.
+    """Return the pointers of a tile of a state, [D, E].
 
-    Rows of that dimension begin on multiples of ``BYTES``.
+    ``ALONG`` is the dimension with stride 1: 1 e, 0 d. Its rows are aligned to ``BYTES``.
     """
     rows_64 = rows.to(tl.int64)[:, None]
     cols_64 = cols.to(tl.int64)[None, :]

@@ -1,4 +1,4 @@
-"""Pieces that the kernels share: tiles of rows, products, and where a piece of tokens lies."""
+"""Device functions that the kernels share: tiles of rows, products, and pieces of tokens."""
 
 import triton
 import triton.language as tl
@@ -7,19 +7,19 @@ from ..._linked.portable.primitives import LOG2E
 from .. import call
 from .structures import Found
 
-# of a decay: no distance times it overflows
+# decays are clamped to this, so that no product with a distance overflows
 LARGEST_RATE = tl.constexpr(call.LARGEST_RATE)
-# of one instruction of the tensor cores, in elements
+# inner dimension of one instruction of the tensor cores
 PRODUCT_DEPTH = tl.constexpr(16)
-# sequences looked at per step when a program searches its own in cu_seqlens
+# sequences per step when a program searches its sequence in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def load_rows(base, rows, stride, inside, cols, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """Load ``[rows, cols]`` of a matrix with unit column stride; what is not ``inside`` gives 0.
+    """Load ``[rows, cols]`` of a matrix with unit column stride; rows not ``inside`` are 0.
 
-    Every row begins on a multiple of ``ROW_BYTES``: the launcher sees to it.
+    The launcher ensures that rows are aligned to ``ROW_BYTES``.
     """
     # int64: rows * stride may pass 2**31 elements
     begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ROW_BYTES, ROW_BYTES])
@@ -32,7 +32,7 @@ def load_rows(base, rows, stride, inside, cols, WIDTH: tl.constexpr, ROW_BYTES: 
 def load_rows_transposed(
     base, rows, stride, inside, cols, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr
 ):
-    """Load the same tile as ``load_rows``, as ``[cols, rows]``."""
+    """Load the tile of ``load_rows`` as ``[cols, rows]``."""
     begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ROW_BYTES, ROW_BYTES])
     pointers = begin + cols[:, None]
     mask = inside[None, :] & (cols < WIDTH)[:, None]
@@ -41,10 +41,9 @@ def load_rows_transposed(
 
 @triton.jit
 def dot_add(acc, a, b, dtype, PRODUCTS: tl.constexpr):
-    """Return ``acc + a @ b`` where one side was computed, in fp32.
+    """Return ``acc + a @ b``, where one operand is a computed value in fp32.
 
-    ``PRODUCTS.NARROW`` rounds that side to the inputs' ``dtype``. fp16 would overflow, so it does
-    without.
+    ``PRODUCTS.NARROW`` rounds it to the inputs' ``dtype``; not for fp16, which would overflow.
     """
     PRECISION: tl.constexpr = PRODUCTS.PRECISION
     if PRODUCTS.NARROW:
@@ -54,10 +53,11 @@ def dot_add(acc, a, b, dtype, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def dot_apart(a, b, dtype, PRODUCTS: tl.constexpr):
-    """Return ``a @ b`` as ``dot_add`` computes it, in an accumulator of its own.
+    """Return ``a @ b`` as ``dot_add`` computes it, in a separate accumulator.
 
-    Tensor cores cut sums off where others round, so a sum over a million tokens drifts. A bound on
-    inexact sums keeps the compiler from adding into the accumulator what the caller adds to it.
+    Tensor cores truncate sums instead of rounding them, so a sum over a million tokens would drift.
+    The bound on inexact sums keeps the compiler from folding the caller's addition into the
+    accumulator.
     """
     PRECISION: tl.constexpr = PRODUCTS.PRECISION
     if PRODUCTS.NARROW:
@@ -75,13 +75,13 @@ def rate_of(decay_ptr, head):
 
 @triton.jit
 def factor(rate, distance):
-    """Return what is left after a number of tokens, at least 0 of them: at most 1."""
+    """Return the decay over ``distance >= 0`` tokens, at most 1."""
     return tl.exp2(-rate * distance.to(tl.float32))
 
 
 @triton.jit
 def state_offsets(rows, cols, stride_d, stride_e):
-    """Return the offsets of a tile of a state of any strides, ``[rows, cols]``."""
+    """Return the offsets of a tile of a state with any strides, ``[rows, cols]``."""
     return rows.to(tl.int64)[:, None] * stride_d + cols.to(tl.int64)[None, :] * stride_e
 
 
@@ -95,11 +95,10 @@ def state_pointers(memory, owner, segment, head, rows, cols):
 
 @triton.jit
 def find_sequence(cu_seqlens_ptr, slot, batch, size):
-    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+    """Return the sequence that owns a slot; -1 and ``batch``: padding before and after all.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // size + b + 1`` on. They are at least as
-    many as its segments, and the grid's bound, ``tokens // size + batch + 2``, needs no device
-    data.
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // size + b + 1`` on, at least as many as its
+    segments. The grid, ``tokens // size + batch + 2`` slots, depends on no device data.
     """
     owned = tl.zeros([], tl.int32)
     for first in range(0, batch + 1, SEARCH_CHUNK):
@@ -112,12 +111,13 @@ def find_sequence(cu_seqlens_ptr, slot, batch, size):
 
 @triton.jit
 def locate(cu_seqlens_ptr, piece, lengths, SEGMENTED: tl.constexpr):
-    """Return where a piece of tokens lies (``Found``).
+    """Return the ``Found`` of a piece of tokens: a segment, or a whole sequence.
 
-    A piece is a segment of at most ``lengths.size`` tokens, or a whole sequence. A sequence of
-    fixed length has ``lengths.pieces``. Of packed tokens, the sequences -1 and ``batch`` are the
-    padding around; whole, ``batch`` is all padding. ``index`` counts the segments of a fixed-length
-    sequence, or the slots of all packed ones; a slot without tokens has a length of 0 or less.
+    A segment has at most ``lengths.size`` tokens; a fixed-length sequence has ``lengths.pieces``.
+    Packed segments of the sequences -1 and ``batch`` are the padding before and after all
+    sequences; if pieces are whole sequences, ``batch`` is all padding. ``index`` counts the
+    segments of a fixed-length sequence, or the slots of all packed ones; a slot without tokens has
+    a length of 0 or less.
     """
     batch = lengths.batch
     tokens = lengths.tokens
@@ -145,7 +145,7 @@ def locate(cu_seqlens_ptr, piece, lengths, SEGMENTED: tl.constexpr):
 
 @triton.jit
 def slot_of(slots_ptr, sequence, batch):
-    """Return the place of a sequence's state; negative for padding."""
+    """Return the slot of a sequence's state; negative for padding."""
     is_real = (sequence >= 0) & (sequence < batch)
     slot = tl.where(is_real, sequence, -1).to(tl.int64)
     if slots_ptr is not None:

@@ -1,16 +1,16 @@
-"""What kernels take, and what they pass between their functions.
+"""Structures of arguments of the portable kernels and their device functions.
 
-For each kernel the fields of its ``...Tensors``, ``...Numbers`` and constants are, in order, its
-parameters: the host fills them. Kernels take numbers and pointers as they come. A variant per value
-or alignment would give a stride its own rounding and a length its own compilation, and would have
-to be looked up per call.
+A kernel's parameters are the fields of its ``...Tensors``, ``...Numbers`` and constants, in order;
+the host fills them. Numbers and pointers are not specialised: a variant per value or alignment
+would make rounding depend on strides and compilations on lengths, and would need a look-up per
+call.
 """
 
 from typing import Any, NamedTuple
 
 
 class WalkTensors(NamedTuple):
-    """Pointers of a walk; what a launch lacks is None."""
+    """Pointers of a walk, or None."""
 
     key_ptr: Any
     value_ptr: Any
@@ -62,7 +62,7 @@ class WalkOptions(NamedTuple):
     E: Any
     REVERSE: Any  # from the last token to the first
     SEGMENTED: Any
-    SETTLE: Any  # products are waited for before the next step
+    SETTLE: Any  # wait for products before the next step
 
 
 class CombineTensors(NamedTuple):
@@ -110,7 +110,7 @@ class CombineOptions(NamedTuple):
     BLOCK_D: Any
     BLOCK_E: Any
     REVERSE: Any
-    REPLACE: Any  # what segments wrote by the states before them; else only ``last`` is filled
+    REPLACE: Any  # replace the states that segments wrote by those before them; else fill ``last``
 
 
 class ArriveTensors(NamedTuple):
@@ -138,7 +138,7 @@ class ArriveOptions(NamedTuple):
 
 
 class DecodeTensors(NamedTuple):
-    """Pointers of a decoding step; ``last_ptr`` is None where the cache is updated in place."""
+    """Pointers of a decoding step; ``last_ptr`` is None if the cache is updated in place."""
 
     read_ptr: Any
     key_ptr: Any
@@ -191,7 +191,7 @@ class DecodeOptions(NamedTuple):
     BLOCK_D: Any
     BLOCK_E: Any
     BYTES: Any  # alignment of rows of the cache
-    ALONG: Any  # which dimension of the cache has stride 1: 1 e, 0 d, -1 neither
+    ALONG: Any  # the dimension of the cache with stride 1: 1 e, 0 d, -1 neither
     BYTES_LAST: Any
     ALONG_LAST: Any
 
@@ -199,8 +199,8 @@ class DecodeOptions(NamedTuple):
 class DecayGradientTensors(NamedTuple):
     """Pointers of the gradient of the decays.
 
-    ``first_ptr``: the state that arrives at each chunk; ``last_ptr``: the gradient of the one that
-    leaves it, with the same strides.
+    ``first_ptr``: the state before each chunk; ``last_ptr``: the gradient of the state after it,
+    with the same strides.
     """
 
     read_ptr: Any
@@ -250,7 +250,7 @@ class DecayGradientOptions(NamedTuple):
 
 
 class WalkTile(NamedTuple):
-    """What a program holds of states and rows."""
+    """Tile sizes of a program."""
 
     BLOCK_D: Any
     BLOCK_E: Any
@@ -262,17 +262,17 @@ class WalkTile(NamedTuple):
 class Products(NamedTuple):
     """How a kernel multiplies."""
 
-    TERMS: Any  # numbers of 16 bits that stand for a value as it is written to the state
-    NARROW: Any  # what was computed is rounded to the inputs' dtype
+    TERMS: Any  # numbers of 16 bits per value that is written to the state
+    NARROW: Any  # round computed operands to the inputs' dtype
     PRECISION: Any
     UPCAST: Any  # the interpreter multiplies in fp32
 
 
-# what device functions pass on
+# passed between device functions
 
 
 class Lengths(NamedTuple):
-    """Numbers of sequences, of tokens, of tokens in a piece, and of pieces in a sequence."""
+    """Numbers of sequences, tokens, tokens per piece, and pieces per sequence."""
 
     batch: Any
     tokens: Any

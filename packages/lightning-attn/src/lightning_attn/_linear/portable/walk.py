@@ -1,24 +1,25 @@
 """The walk: the recurrence over chunks of tokens, with the state in registers.
 
-Every token writes a product ``key^T value`` to a state that decays, and reads ``read . state`` from
-it, its own included. One program owns some columns of the state of one head, and walks the chunks
-of one piece of tokens. Within a chunk of C tokens, counted from 0, with the state S that arrived::
+Every token adds ``key^T value`` to a decaying state, and then reads ``read . state``. One program
+owns some columns of the state of one head, and walks the chunks of one piece of tokens. For a chunk
+of C tokens, counted from 0, with the state S before the chunk::
 
     out_i = sum_{j <= i} exp(-s (i - j)) (read_i . key_j) value_j  +  exp(-s (i + 1)) read_i S
     S     = exp(-s C) S  +  sum_j exp(-s (C - 1 - j)) key_j^T value_j
 
-Every exponent is a distance, at least 0, so every factor is at most 1 and none can overflow.
+No exponent is positive, so every factor is at most 1 and none can overflow.
 
-This is the forward pass with (q, k, v), and dq with (dout, v, k). Going from the last token to the
-first it is dv with (k, q, dout), and dk with (v, dout, q): the state is then its own gradient, and
-decays after a token has read, not before it writes. The transpose of a state has its strides
-swapped.
+With (read, key, value) = (q, k, v) this is the forward pass, with (dout, v, k) it is dq. From the
+last token to the first it is dv with (k, q, dout), and dk with (v, dout, q): the state is then the
+gradient of the state, and decays after a token reads, not before it writes. A state is transposed
+by swapping its strides.
 
-The state is held turned, [E, D]: so products read it where others leave it, in registers.
+The state is kept transposed, [E, D], in registers, so that the products that write it and the
+products that read it need no change of layout.
 
-The sequential schedule gives a whole sequence to a program. The parallel one cuts sequences into
-segments: one walk without reads leaves each segment's own contribution, :mod:`.combine` turns those
-into the state before each segment, and a second walk starts from there, all segments at once.
+The sequential schedule gives a whole sequence to a program. The parallel schedule cuts sequences
+into segments: a walk without reads computes each segment's contribution, :mod:`.combine` turns
+these into the state before each segment, and a second walk computes all segments at once.
 """
 
 import triton
@@ -62,14 +63,14 @@ def _clear_padding(
     """Store zeros to the output of rows that belong to no sequence."""
     clear_rows(out, begin, found.length, cols, OPTIONS.E, TILE)
     if cu_seqlens_ptr is not None and not OPTIONS.SEGMENTED:
-        # what lies ahead of the first sequence is the business of those who clear the rest
+        # the program of the padding after all sequences also clears the padding before them
         ahead = tl.where(found.sequence == batch, tl.load(cu_seqlens_ptr), 0)
         clear_rows(out, 0, ahead, cols, OPTIONS.E, TILE)
 
 
 @triton.jit
 def _first_state(first, has_first_ptr, found, owner, head, cols, rows_d, inside, D: tl.constexpr):
-    """Return the state that arrives at a piece, [E, D]."""
+    """Return the state before a piece, [E, D]."""
     is_there = inside
     if has_first_ptr is not None:
         there = tl.where(tl.load(has_first_ptr + found.sequence) != 0, D, 0)
@@ -81,7 +82,7 @@ def _first_state(first, has_first_ptr, found, owner, head, cols, rows_d, inside,
 @triton.jit
 def _weights(rate, index, read_scale, write_scale, REVERSE: tl.constexpr):
     """Return the factors of a chunk's scores, [C, C]."""
-    # from the token of a row to that of a column; what lies the other way does not count
+    # distance from the token of a row to the token of a column; negative distances are masked
     apart = index[None, :] - index[:, None]
     if REVERSE:
         apart = -apart
@@ -91,7 +92,7 @@ def _weights(rate, index, read_scale, write_scale, REVERSE: tl.constexpr):
 
 @triton.jit
 def _read(state, k, v_t, q, arrival, weights, PRODUCTS: tl.constexpr):
-    """Return what the tokens of a chunk read, of the state and of each other, [E, C]."""
+    """Return the reads of a chunk's tokens, from the state and from each other, [E, C]."""
     q_t = tl.trans(q)  # [D, C]
     zeros = tl.zeros([state.shape[0], q.shape[0]], tl.float32)  # [E, C]
     out = dot_add(zeros, state, q_t, q_t.dtype, PRODUCTS) * arrival[None, :]
@@ -101,10 +102,10 @@ def _read(state, k, v_t, q, arrival, weights, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def _written(v_t, k, fading, PRODUCTS: tl.constexpr):
-    """Return ``(fading * v_t) @ k``, [E, D], the values as one or two numbers of 16 bits each."""
+    """Return ``(fading * v_t) @ k``, [E, D], with values as one or two numbers of 16 bits."""
     faded = v_t.to(tl.float32) * fading[None, :]
     if PRODUCTS.NARROW and PRODUCTS.TERMS == 2:
-        # the upper half of a number's bits is one of 16 bits
+        # the upper half of a number's bits is a 16-bit number
         upper = (faded.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         written = dot_apart(upper, k, v_t.dtype, PRODUCTS)
         return dot_add(written, faded - upper, k, v_t.dtype, PRODUCTS)
@@ -173,7 +174,7 @@ def walk_kernel(
     OPTIONS: tl.constexpr = WalkOptions(D, E, REVERSE, SEGMENTED, SETTLE)
     TILE: tl.constexpr = WalkTile(BLOCK_D, BLOCK_E, CHUNK, ROW_BYTES, ROW_BYTES_V)
     PRODUCTS: tl.constexpr = Products(TERMS, NARROW, PRECISION, UPCAST)
-    # the state is held turned: its rows are columns of the values
+    # the state is kept transposed: its rows are columns of the values
     first = StateMemory(
         first_ptr, stride_first_b, stride_first_s, stride_first_h, stride_first_e, stride_first_d
     )
@@ -239,7 +240,7 @@ def walk_kernel(
         k = load_rows(k_base, rows, stride_ks, inside, rows_d, D, ROW_BYTES)  # [C, D]
         v = load_rows(v_base, rows, stride_vs, inside, cols, E, ROW_BYTES_V)  # [C, E]
         v_t = tl.trans(v)  # [E, C]
-        # tokens between each one and the ends of the chunk
+        # tokens from each token to the end of the chunk, and from its beginning
         until = tl.maximum(count - 1 - index, 0)  # [C]
         since = index + 1  # [C]
         if out_ptr is not None:

@@ -1,4 +1,4 @@
-"""Walks: what is known on the host of all calls of one form, and the launches they consist of."""
+"""Launchers of walks, for calls of one form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .structures import (
 from .walk import walk_kernel
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# the tile of a state that one program of the scan over segments carries along
+# the tile of a state per program of the scan over segments
 BLOCK_ROWS, BLOCK_COLS = 16, 64
 
 
@@ -62,7 +62,7 @@ NO_STATES = States(None, (0, 0, 0, 0, 0))
 
 
 def readable(x: Inputs) -> Inputs:
-    """Return the tensors as kernels may read them; copies are made of what lies askew."""
+    """Return the tensors, copied if kernels cannot read them."""
     return x._replace(
         read=None if x.read is None else aligned(x.read),
         key=aligned(x.key),
@@ -74,18 +74,17 @@ def readable(x: Inputs) -> Inputs:
 
 
 class Walk:
-    """One recurrence: what is written to the state, in which direction, and where it starts.
+    """The launcher of one recurrence, without tensors of its own.
 
-    It holds no tensor, and serves all calls whose tensors differ in data alone, or, packed, in the
-    number of tokens.
+    It serves all calls whose tensors differ only in data or, if packed, in the number of tokens.
 
     Args:
-        x: tensors to begin with, readable.
-        write_scale: factor of what is written.
+        x: readable tensors of the first call.
+        write_scale: factor of the writes.
         reverse: from the last token to the first.
-        schedule: as the public functions take it.
-        size: tokens of a segment, of the parallel schedule, whose states are asked for. Default:
-            what the schedule says.
+        schedule: the schedule of the public functions.
+        size: tokens per segment of the parallel schedule if segments' states are needed. Default:
+            chosen by the schedule.
         is_exact: calls have a ``last``, even if ``x`` has none.
     """
 
@@ -104,15 +103,15 @@ class Walk:
         self.e = x.value.shape[-1]
         self.is_packed = x.cu_seqlens is not None
         self.batch = x.key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-        # states that nobody sees are rounded to 16 bits as they are read: no need to write finer
+        # states that are not returned are rounded to 16 bits when read: write no more precision
         self._is_exact = is_exact or x.last is not None or size is not None
         self._tile = tile_of(x.key, self.d, self.e)
         dims = self.d, self.e, KINDS[x.key.dtype]
-        # segments that somebody else chose need not hold whole chunks
+        # segments of a given size may not be whole chunks
         self._is_hopper = size is None and takes_hopper_walk(detect(x.key.device), *dims)
         self._schedule, self._asked_size = schedule, size
         self._plans: dict[int, WalkPlan] = {}
-        # by what differs between the launches of one form; the strides of what has a row per token
+        # by the differences between launches of one form
         self._launches: dict[Hashable, Launch] = {}
         self._strides: dict[bool, tuple[int, ...]] = {}
         if self._is_hopper:
@@ -121,7 +120,7 @@ class Walk:
             self._hopper = HopperWalk(self.d, self.e, reverse, self.is_packed)
 
     def plan(self, tokens: int) -> WalkPlan:
-        """Return how it is run for a number of tokens, of a sequence or of all packed ones."""
+        """Return tile and schedule for a number of tokens per sequence, packed: in total."""
         plan = self._plans.get(tokens)
         if plan is None:
             all_tokens = tokens if self.is_packed else tokens * self.batch
@@ -135,18 +134,18 @@ class Walk:
         return plan
 
     def segments(self, tokens: int) -> int:
-        """Return the segments of a sequence of fixed length; of packed ones, slots for them all."""
+        """Return the segments of a fixed-length sequence; packed: slots for all segments."""
         size = self.plan(tokens).size
         return tokens // size + self.batch + 2 if self.is_packed else cdiv(tokens, size)
 
     def reads(
         self, x: Inputs, out: Tensor, read_scale: float, states: States | None = None
     ) -> tuple[Call, ...]:
-        """Return the launches that write to a contiguous ``out`` what every token reads.
+        """Return the launches that write the reads of all tokens to a contiguous ``out``.
 
-        With ``states``, those before each segment; else ``first``, and then ``last`` is filled.
+        They start from ``states`` before each segment, or from ``first``, and then fill ``last``.
         """
-        if self.batch == 0:  # a packed call may hold nothing but padding
+        if self.batch == 0:  # a packed call may hold only padding
             out.zero_()
             return ()
         before: tuple[Call, ...] = ()
@@ -159,22 +158,22 @@ class Walk:
         return *before, self._pass(x, out, states, NO_STATES, read_scale, segmented=True)
 
     def out(self, x: Inputs, read_scale: float, states: States | None = None) -> Tensor:
-        """Return what every token reads, in the dtype of the inputs; see :meth:`reads`."""
+        """Return the reads of all tokens, in the dtype of the inputs; see :meth:`reads`."""
         shape = (*x.value.shape[:-1], self.e)
         out = torch.empty(shape, dtype=x.value.dtype, device=x.value.device)
         launch_all(self.reads(x, out, read_scale, states))
         return out
 
     def segment_states(self, x: Inputs, states: States | None = None) -> States:
-        """Fill and return the states before each segment; the final ones go to ``last``."""
+        """Fill and return the states before each segment; fill ``last``."""
         states = states or self._state_memory(x)
         launch_all(self._state_calls(x, states))
         return states
 
     def written_states(self, x: Inputs, slots: Tensor | None) -> States:
-        """Return what each segment writes by itself.
+        """Return the state that each segment writes from zero.
 
-        The final states go to ``last``, but for sequences whose slot is -1.
+        Fill ``last``, except for sequences whose slot is -1.
         """
         states = self._state_memory(x)
         written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
@@ -182,11 +181,11 @@ class Walk:
         return states
 
     def combine(self, x: Inputs, states: States) -> None:
-        """Turn what segments wrote into the states before them; the final ones go to ``last``."""
+        """Turn the states that segments wrote into the states before them; fill ``last``."""
         launch_all([self._combine(x, states)])
 
     def finish(self, x: Inputs) -> None:
-        """Fill ``last`` alone."""
+        """Fill only ``last``."""
         if self.batch == 0:
             return
         if self.plan(x.key.shape[-3]).segmented:
@@ -220,12 +219,12 @@ class Walk:
         *,
         segmented: bool,
     ) -> Call:
-        """Return one launch of the walk's kernel; without ``out`` nothing reads."""
+        """Return one launch of the walk's kernel; without ``out`` it has no reads."""
         read = None if out is None else x.read
         tokens = x.key.shape[-3]
         plan = self.plan(tokens)
         size, pieces = (plan.size, self.segments(tokens)) if segmented else (tokens, 1)
-        # whole packed sequences, and all padding as one more
+        # whole packed sequences have one more program, for all padding
         programs = pieces if segmented and self.is_packed else pieces * self.batch
         programs += 1 if self.is_packed and not segmented else 0
         grid = programs * self.heads * cdiv(self.e, plan.tile.block_e)
@@ -246,7 +245,7 @@ class Walk:
         if launch is None:
             is_exact = self._is_exact and last.memory is not None
             if is_hopper:
-                # the states between segments are filled by a walk that nobody reads
+                # without reads and ``last``, the last segment's state is not needed
                 skip = segmented and read is None and x.last is None
                 launch = self._hopper.launch(plan.tile, segmented, skip, is_exact)
             else:
@@ -267,9 +266,9 @@ class Walk:
         return launch, grid, tensors, (*scales, *lengths, *strides, *first.strides, *last.strides)
 
     def _combine(self, x: Inputs, states: States, *, replace: bool = True) -> Call:
-        """Return the launch that turns what segments wrote into the states before them.
+        """Return the launch that turns the states that segments wrote into those before them.
 
-        Without ``replace`` it leaves them, and fills ``last`` alone.
+        Without ``replace`` it only fills ``last``.
         """
         block_d, block_e = min(BLOCK_ROWS, self.d), min(BLOCK_COLS, 16 * (self.e // 16))
         block_e = 1 << (block_e.bit_length() - 1)
@@ -307,10 +306,7 @@ def tile_of(key: Tensor, d: int, e: int) -> Tile:
 
 
 def constants_of(tile: Tile, key: Tensor, value: Tensor, is_exact: bool) -> dict[str, Any]:
-    """Return a tile, and how a kernel multiplies, as constants of a kernel.
-
-    ``is_exact``: what it writes to states is asked for.
-    """
+    """Return a kernel's constants of tile and products; ``is_exact``: its states are returned."""
     blocks = WalkTile(
         padded_head_dim(key.shape[-1]), tile.block_e, tile.chunk, row_bytes(key), row_bytes(value)
     )
@@ -319,7 +315,7 @@ def constants_of(tile: Tile, key: Tensor, value: Tensor, is_exact: bool) -> dict
     return blocks._asdict() | products._asdict()
 
 
-# walks of gradients, and of what comes through the operators, by form
+# walks of the operators and of gradients, by form
 _walks: Memory[Walk] = Memory()
 
 
@@ -330,8 +326,8 @@ def walk_of(
     reverse: bool = False,
     schedule: str = "auto",
 ) -> Walk:
-    """Return the walk of readable tensors that reads, made when those of its form came first."""
-    packed = x.cu_seqlens is not None  # then the number of tokens is no part of the form
+    """Return the walk of readable tensors, kept by form."""
+    packed = x.cu_seqlens is not None  # the form then leaves out the number of tokens
     form: list[Hashable] = [
         write_scale,
         reverse,
@@ -344,7 +340,7 @@ def walk_of(
         None if x.slots is None else x.slots.dtype,
     ]
     for t in (x.key, x.value, x.read):
-        # strides between tokens matter only where there are several
+        # strides between tokens matter only if there are several tokens
         form += [(t.shape[0] > 1, *t.shape[1:]) if packed else t.shape, t.stride()]
     key = tuple(form)
     walk = _walks.get(key)

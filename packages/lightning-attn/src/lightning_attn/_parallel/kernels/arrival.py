@@ -1,4 +1,4 @@
-"""States that arrive from other ranks: their sum."""
+"""The decayed sum of states that arrive from other ranks."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def arrive_kernel(
 ):
     """``out = base + sum_j exp(-s n_j) state_j``, over the sources j of a row.
 
-    A program sums up a block of the state of one head. Sources are added in their order.
+    A program computes a block of the state of one head. Sources are added in order.
     """
     pid = tl.program_id(0)
     blocks = tl.cdiv(size, BLOCK)

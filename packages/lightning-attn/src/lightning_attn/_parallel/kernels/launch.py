@@ -1,4 +1,4 @@
-"""What GPUs run of sequences that are cut across ranks."""
+"""GPU implementation of the passes over sequences cut across ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "write_runs",
 ]
 
-# elements of a state that a program sums up
+# elements of a state per program
 STATE_BLOCK = 1024
 
 _launches: Memory[Launch] = Memory()
@@ -44,15 +44,15 @@ _launches: Memory[Launch] = Memory()
 def write_runs(
     x: Inputs, slots: Tensor | None, reverse: bool, options: Sharded
 ) -> tuple[Inputs, States] | None:
-    """Fill ``x.last`` with the states behind the runs; return what each segment of them writes.
+    """Fill ``x.last`` with the states after the runs; return the contributions of their segments.
 
-    The states that the first segments start from have yet to arrive.
+    The states before the first segments have yet to arrive.
 
     Args:
-        x: a walk that is not read.
-        slots: -1 for runs whose states nobody asks for. Default: None.
+        x: a walk without reads.
+        slots: -1 for runs whose states are not needed; None: all are.
         reverse: from the last token to the first.
-        options: of the call.
+        options: options of the call.
     """
     x = readable(x)
     walk = _walk_of(x, reverse, options)
@@ -65,7 +65,7 @@ def write_runs(
 
 
 def read_runs(x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> Tensor:
-    """Return what the runs read, from the states before them; ``kept``: what was written."""
+    """Return the outputs of the runs; ``kept`` is the result of ``write_runs``."""
     x = readable(x)
     walk, states = _walk_of(x, False, options), None
     if kept is not None:
@@ -80,7 +80,7 @@ def write_gradients_of_runs(
     needs_dinitial: bool,
     options: Sharded,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dk, dv and, if asked for, the gradients of the states before the runs."""
+    """Return dk, dv and, if needed, the gradients of the states before the runs."""
     x = readable_gradient(x)
     dfirst = states_like(x.k, x.v, x.cu_seqlens) if needs_dinitial else None
     of_dk, of_dv = x.walk_of_dk(), x.walk_of_dv(dfirst)
@@ -91,8 +91,8 @@ def write_gradients_of_runs(
 
 
 def _walk_of(x: Inputs, reverse: bool, options: Sharded) -> Walk:
-    """Return the walk of one rule: what reads segments goes by those that were written."""
-    # a walk without last states need not write them finer than they are read
+    """Return a walk whose segments are the same for writes and reads."""
+    # states that are only read need no more precision than reads have
     last = x.last if options.is_exact else None
     scale = options.scale if reverse else 1.0
     given = x._replace(last=last)
@@ -100,7 +100,7 @@ def _walk_of(x: Inputs, reverse: bool, options: Sharded) -> Walk:
 
 
 def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) -> Tensor:
-    """Return ``base`` and what decayed on its way from the states of all ranks, for each row."""
+    """Return, for each row, ``base`` plus the decayed states of its sources."""
     rows = sources.offsets.shape[0] - 1
     _, heads, d, e = every.shape
     out = torch.empty((rows, heads, d, e), dtype=torch.float32, device=every.device)
