@@ -1,4 +1,4 @@
-"""Helpers shared by the attention kernel wheels; the README says what may go here."""
+"""Helpers shared by the attention kernel wheels; the README has the rule of admission."""
 
 from .arith import cdiv, is_power_of_2, next_power_of_2, round_up
 from .fp8 import Fp8Info, fp8_dtype, fp8_info

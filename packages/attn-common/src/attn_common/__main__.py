@@ -1,4 +1,4 @@
-"""``python -m attn_common [check]``: what is installed, what is seen here, and a check of it."""
+"""``python -m attn_common [check]``: print version and platform, and check the FP8 table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         "command", nargs="?", choices=["check"], metavar="check", help="the same as without it"
     )
     parser.parse_args(arguments)
-    # a reader that has enough, such as head, ends the command without a traceback
+    # a reader that closes the pipe early, such as head, causes no traceback
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     platform = detect()

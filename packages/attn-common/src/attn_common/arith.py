@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return ``ceil(a / b)``, exactly, for any ``a`` and ``b >= 1``."""
+    """Return the exact ``ceil(a / b)`` for any ``a`` and ``b >= 1``."""
     _check_ints("cdiv", a=a, b=b)
     if b < 1:
         raise ValueError(f"cdiv: b must be at least 1, got {b}")
@@ -28,13 +28,13 @@ def next_power_of_2(n: int) -> int:
 
 
 def is_power_of_2(n: int) -> bool:
-    """Say whether ``n`` is 1, 2, 4, ...; zero and negative numbers are not."""
+    """Return whether ``n`` is 1, 2, 4, ...; False for zero and negative numbers."""
     _check_ints("is_power_of_2", n=n)
     return n > 0 and n & (n - 1) == 0
 
 
 def _check_ints(function: str, **numbers: object) -> None:
     for name, number in numbers.items():
-        # whatever counts as one, as NumPy's and torch's symbolic integers do
+        # ``__index__``: NumPy's integers and torch's symbolic ones
         if not isinstance(number, int) and not hasattr(number, "__index__"):
             raise TypeError(f"{function}: {name} must be an int, got {type(number).__name__}")

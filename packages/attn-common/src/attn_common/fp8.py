@@ -1,4 +1,4 @@
-"""The 8-bit float formats, by torch's names for them, and which one a platform uses."""
+"""The 8-bit float formats, by torch's names, and the one that a platform uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FORMATS = {
 
 
 def fp8_info(dtype: torch.dtype | str) -> Fp8Info:
-    """Look a format up by ``torch.dtype`` or by name (``"float8_e4m3fn"``)."""
+    """Return the format of a ``torch.dtype`` or of a name such as ``"float8_e4m3fn"``."""
     name = str(dtype).removeprefix("torch.")
     if name not in FORMATS:
         raise TypeError(f"fp8_info: dtype must be one of {', '.join(FORMATS)}, got {dtype}")
@@ -57,9 +57,9 @@ def fp8_info(dtype: torch.dtype | str) -> Fp8Info:
 
 
 def fp8_dtype(platform: Platform) -> str:
-    """Return the name of the e4m3 format in which a platform's tensors are encoded.
+    """Return the name of a platform's e4m3 format.
 
-    CDNA3 is the one that uses AMD's own ``float8_e4m3fnuz``. Whether the hardware computes in
-    FP8 at all is another question: ``platform.supports_fp8``.
+    Only CDNA3 uses AMD's own ``float8_e4m3fnuz``. ``platform.supports_fp8`` tells whether the
+    hardware computes in FP8 at all.
     """
     return "float8_e4m3fnuz" if platform.arch in CDNA3 else "float8_e4m3fn"

@@ -1,4 +1,4 @@
-"""Which accelerator a tensor lives on. Nothing is looked at when this is imported."""
+"""The accelerator of a tensor. Importing this module looks at no hardware."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Vendor = Literal["nvidia", "amd", "cpu", "neuron"]
 
 OVERRIDE = "ATTN_COMMON_PLATFORM"
-# what follows the vendor; NVIDIA's feature suffix (sm_90a) and AMD's flags are dropped
+# the text after the vendor; NVIDIA's feature suffix (sm_90a) and AMD's flags are dropped
 _ARCH = {
     "nvidia": r"(sm_\d{2,3})[af]?",
     "amd": r"(gfx[0-9a-f]{3,4})(?::[a-z0-9+-]+)*",
@@ -31,7 +31,7 @@ CDNA3 = ("gfx940", "gfx941", "gfx942")
 
 @dataclass(frozen=True)
 class Platform:
-    """``arch`` is ``sm_90``, ``gfx942`` or ``trn2``; ``""`` on the CPU, or when not known."""
+    """A vendor and an ``arch`` such as ``sm_90``, ``gfx942``, ``trn2``; ``""``: CPU or unknown."""
 
     vendor: Vendor
     arch: str = ""
@@ -77,7 +77,7 @@ class Platform:
 
     @property
     def supports_fp8(self) -> bool:
-        """Matrix units that read FP8; the CPU, which emulates it, counts as such."""
+        """Whether matrix units read FP8; True for the CPU, which emulates it."""
         if self.vendor == "nvidia":
             known = re.fullmatch(_ARCH["nvidia"], self.arch)
             return known is not None and int(known[1].removeprefix("sm_")) >= 89
@@ -87,16 +87,16 @@ class Platform:
 
     @property
     def shared_memory_per_block(self) -> int:
-        """Bytes one block may use; 64 KiB for a GPU not listed, 0 where there is no such thing."""
+        """Bytes that one block may use; 64 KiB for unknown GPUs, 0 if not a GPU."""
         return 1024 * _SHARED_KIB.get(self.arch, 64) if self.vendor in ("nvidia", "amd") else 0
 
 
 def detect(device: torch.device | str | None = None) -> Platform:
-    """Return the platform of a device, or what ``ATTN_COMMON_PLATFORM`` says, for any device.
+    """Return the platform of a device; ``ATTN_COMMON_PLATFORM`` overrides it for every device.
 
-    ``None`` is the first accelerator of the machine, else the CPU; a device without an index is
-    the first of its kind. Answers are kept: the variable is read when a device is first asked
-    for, and again after ``detect.cache_clear()``.
+    ``None`` is the first accelerator of the machine, else the CPU; a device without an index is the
+    first of its kind. Answers are cached: the variable is read at the first call for a device, and
+    again after ``detect.cache_clear()``.
     """
     found = _FOUND.get(device)
     if found is None:
@@ -104,29 +104,29 @@ def detect(device: torch.device | str | None = None) -> Platform:
     return found
 
 
-# no functools.cache: torch.compile looks through it, warns, and asks the machine each time
+# not functools.cache: torch.compile traces through it, warns, and looks at the machine each time
 _FOUND: dict[torch.device | str | None, Platform] = {}
 detect.cache_clear = _FOUND.clear  # type: ignore[attr-defined]
 
 
 def has_gluon() -> bool:
-    """Say whether the installed Triton has Gluon, its lower-level language, for Hopper.
+    """Return whether the installed Triton has Gluon, its lower-level language, for Hopper.
 
-    Looking for it imports Triton. The answer is kept; without Triton it is no.
+    Imports Triton and caches the answer; False without Triton.
     """
     if not _GLUON:
         try:
             found = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper")
-        except ImportError:  # a part before the last is missing
+        except ImportError:  # a parent module is missing
             found = None
         _GLUON.append(found is not None)
     return _GLUON[0]
 
 
-# the answer, once it is known; kept as that of ``detect`` is
+# the cached answer; not functools.cache, as above
 _GLUON: list[bool] = []
-# torch.compile cannot trace the search, but may take its answer: what
-# ``torch.compiler.assume_constant_result`` sets, which would import the compiler
+# torch.compile cannot trace the search but may take its answer as a constant; this attribute is
+# what ``torch.compiler.assume_constant_result`` sets, without its import of the compiler
 has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -162,7 +162,7 @@ def _cuda_platform(index: int) -> Platform:
 
 
 def _neuron_arch() -> str:
-    """Return the family of the instance type, which the firmware holds: ``trn2.48xlarge``."""
+    """Return the family of the instance type in the firmware: trn2 for ``trn2.48xlarge``."""
     product = ""
     with contextlib.suppress(OSError):
         product = Path("/sys/devices/virtual/dmi/id/product_name").read_text()
