@@ -25,7 +25,7 @@ def run_on_words(text: str, words: Tensor, dtype: torch.dtype) -> Tensor:
         name, *operands = re.split(r"[ ,]+", statement)
         if name != ".reg":
             target, *sources = operands
-            names[target] = _OPERATIONS[name](*(_value(x, names, words) for x in sources))
+            names[target] = _OPERATIONS[name](*(_value(x, names) for x in sources))
     pairs = torch.stack([names[name] for name in outputs], -1)
     halves = torch.stack([pairs & 0xFFFF, pairs >> 16], -1)
     return _number(halves, dtype).reshape(words.shape)
@@ -39,7 +39,7 @@ def _written(text: str) -> set[str]:
     return {re.split(r"[ ,]+", x)[1] for x in _statements(text)}
 
 
-def _value(name: str, names: dict[str, Tensor], words: Tensor) -> Tensor:
+def _value(name: str, names: dict[str, Tensor]) -> Tensor:
     return names[name] if name in names else torch.tensor(int(name, 0))
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._linear import checks
-from ._linked.host.arguments import kind
+from ._linked.host.arguments import check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
 from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
@@ -99,7 +99,7 @@ def lightning_attn_func(
         checks.check_qkv(q, k, v, 4)
         rates = checks.check_decay(decay, q)
         factor = checks.check_options(q, scale, output_final_state, schedule)
-        checks.check_flag("validate", validate)
+        check_flag("validate", validate)
         check_shard(shard)
         batch, tokens = q.shape[:2]
         whole = tokens * at.group_size if seqlen is None else seqlen
@@ -172,7 +172,7 @@ def lightning_attn_varlen_func(
         checks.check_qkv(q, k, v, 3)
         rates = checks.check_decay(decay, q)
         factor = checks.check_options(q, scale, output_final_state, schedule)
-        checks.check_flag("validate", validate)
+        check_flag("validate", validate)
         if type(plan).__name__ != "ShardPlan" or not hasattr(plan, "host_lengths"):
             raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
         if plan.group_size != at.group_size:

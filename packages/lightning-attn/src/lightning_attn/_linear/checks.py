@@ -14,6 +14,7 @@ from .._linked.host import arguments
 from .._linked.host.arguments import (
     FLOAT_DTYPES,
     check_device,
+    check_flag,
     check_floats,
     check_kinds,
     check_offsets,
@@ -120,12 +121,6 @@ def check_schedule(schedule: str) -> None:
         raise TypeError(f"schedule must be a str, got {kind(schedule)}")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-
-
-def check_flag(name: str, flag: bool) -> None:
-    """Check that a flag is a bool: 1 instead of True is probably a mistake."""
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} must be a bool, got {kind(flag)}")
 
 
 def check_initial_state(name: str, state: Tensor, batch: int, q: Tensor, v: Tensor) -> None:
