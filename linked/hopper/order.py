@@ -22,10 +22,7 @@ def take_number(counter):
 
 @gluon.jit
 def await_turn(counter, turn, WARPS: gl.constexpr = 1):
-    """Wait until a counter in memory has reached ``turn``.
-
-    Additions made before the counter was raised are then visible, also to TMA.
-    """
+    """Wait until a counter reaches ``turn``; earlier additions are then visible, also to TMA."""
     LANES: gl.constexpr = 32 * WARPS
     lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [LANES]
     gl.inline_asm_elementwise(

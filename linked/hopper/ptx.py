@@ -36,10 +36,7 @@ def hide_unless(s, low, high):
 
 @gluon.jit
 def drop_below(p, draw, threshold):
-    """Return ``p`` where ``draw >= threshold``, compared unsigned, and 0 elsewhere.
-
-    Each comparison is followed by its select, as in ``hide_unless``.
-    """
+    """Return ``p`` where ``draw >= threshold`` (unsigned), else 0; see ``hide_unless``."""
     return gl.inline_asm_elementwise(
         """
         {

@@ -23,10 +23,7 @@ def tanh(x):
 def logits_of(
     s, rows, first, scale, softcap, slope, HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr
 ):
-    """Turn products ``[ROWS, BLOCK_N]`` into base-2 logits where a softcap or ALiBi is applied.
-
-    Their columns count from ``first``.
-    """
+    """Turn products into base-2 logits with softcap or ALiBi; columns count from ``first``."""
     if HAS_SOFTCAP:
         s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
     elif HAS_ALIBI:
@@ -77,10 +74,7 @@ def row_sums(e):
 
 @gluon.jit
 def pivot_of(m):
-    """Return finite pivots of rows with the maxima ``m``: -inf - -inf would be NaN.
-
-    FpSan has no infinity, so there -inf is a usable pivot.
-    """
+    """Return finite pivots of maxima: -inf - -inf is NaN (not in FpSan, which has no infinity)."""
     if not is_sanitized():
         m = gl.where(m == NEG_INF, 0.0, m)
     return m

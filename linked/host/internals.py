@@ -65,11 +65,7 @@ def is_plain_tensor(x: Any) -> bool:
 
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Raise if a tensor has a tangent: an operator without a forward-mode formula would drop it.
-
-    Raises:
-        NotImplementedError: if a tensor has a tangent.
-    """
+    """Raise NotImplementedError for a tangent, which an operator without a formula would drop."""
     if IS_TESTED and forward_ad._current_level < 0:
         return
     if any(x is not None and _has_tangent(x) for x in tensors):
@@ -117,10 +113,7 @@ def is_transformed() -> bool:
 
 
 def process_group_named(name: str) -> Any:
-    """Return a process group by its name, as PyTorch's own operators do.
-
-    There is no public function for it, and a graph may hold a name but no group.
-    """
+    """Return a process group by its name, for which there is no public function."""
     from torch.distributed import distributed_c10d
 
     module: Any = distributed_c10d

@@ -125,10 +125,7 @@ def _keep_nothing(*_: Any) -> None:
 
 
 def may_skip_operator(*gradients: Tensor | None) -> bool:
-    """Return whether a backward pass may go past its operator.
-
-    Under ``create_graph`` it must use the operator, whose derivative raises.
-    """
+    """Return whether a backward may skip its operator: not under ``create_graph``, which raises."""
     if torch.is_grad_enabled() or is_watched():
         return False
     for x in gradients:  # noqa: SIM110 (``all`` takes twice as long)

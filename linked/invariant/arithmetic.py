@@ -34,10 +34,7 @@ def _dot_add(acc, a, b, TILE: tl.constexpr):
 
 @triton.jit
 def _pivot_of(m):
-    """Return finite pivots of rows with the maxima ``m``: -inf - -inf would be NaN.
-
-    FpSan has no infinity, so there -inf is a usable pivot.
-    """
+    """Return finite pivots of maxima: -inf - -inf is NaN (not in FpSan, which has no infinity)."""
     if not is_sanitized():
         m = tl.where(m == NEG_INF, 0.0, m)
     return m

@@ -77,6 +77,11 @@ class KeyForm(NamedTuple):
     # a sequence of one query has all of its keys in pages, even if the call has new keys
     decode_from_cache: bool = False
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """All strides, in the order of the kernels' parameters."""
+        return tuple(getattr(self, name) for name in self._fields if name.startswith("stride_"))
+
 
 class InvariantRun(Protocol):
     """A launcher of calls of one form."""
@@ -174,7 +179,7 @@ class InvariantPlan:
         if x.new_k is not None and x.new_v is not None:
             new = (*x.new_k.stride()[:2], *x.new_v.stride()[:2])
         table = (0, 0) if x.block_table is None else x.block_table.stride()
-        self._strides = (*keys[6:15], *new, *table)
+        self._strides = (*keys.strides, *new, *table)
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:
         """Return the number of programs per tile of rows: one, or one per segment of keys.

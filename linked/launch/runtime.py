@@ -177,10 +177,7 @@ class Launch:
     def build(
         self, tensors: tuple[Any, ...], numbers: tuple[float, ...], is_apart: bool = False
     ) -> None:
-        """Compile the kernel of such a launch for the current device; launch nothing.
-
-        With ``is_apart`` another process compiles, and this process reads the result.
-        """
+        """Compile such a launch for the current device, in another process if ``is_apart``."""
         refuse_specialized(self._kernel, numbers)
         arguments = *self._arguments(tensors), *numbers
         if is_apart:
@@ -214,10 +211,7 @@ def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -
 
 
 def flushed(number: float) -> float:
-    """Return 0 for numbers below fp32's normal ones, which the interpreter would hold as fp64.
-
-    Its conversion of fp64 to bf16 is wrong.
-    """
+    """Return 0 for fp32 subnormals, which the interpreter holds as fp64 and converts wrongly."""
     return 0.0 if 0.0 < abs(number) < FP32_TINY else number
 
 

@@ -74,10 +74,7 @@ def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, 
 def _specialized(
     kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], tuple[Any, ...]] | None:
-    """Return the device, the options and the further arguments of ``ASTSource``.
-
-    None if the kernel is compiled already.
-    """
+    """Return device, options and further arguments of ``ASTSource``; None if compiled already."""
     found = []
 
     def note(

@@ -30,10 +30,7 @@ def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
 
 
 def forget_plans(package: str) -> None:
-    """Clear a package's caches by form, and Triton's kernels in memory.
-
-    After a call past Triton's look-up, a cached kernel has another launcher.
-    """
+    """Clear a package's caches by form, and Triton's kernels, whose launchers may be replaced."""
     forms = importlib.import_module(f"{package}._linked.host.forms")
     for x in gc.get_objects():
         kind = type(x)  # isinstance would wake lazy objects

@@ -141,10 +141,7 @@ def _skip_what_shows_nothing() -> None:
 
 
 def _keep_types() -> None:
-    """Cache block types and the shapes of their tensors.
-
-    Otherwise every operation makes them again, which takes another third of the interpreter's time.
-    """
+    """Cache block types and their tensors' shapes: another third of the interpreter's time."""
     import triton.language as tl
 
     block, tensor, constexpr = tl.core.block_type, tl.core.tensor, tl.core.constexpr
@@ -178,10 +175,7 @@ def _keep_types() -> None:
 
 
 def _shorten_operations() -> None:
-    """Shorten type equality, result types and broadcasting of equal shapes.
-
-    This saves another fifth of the interpreter's time.
-    """
+    """Shorten type checks and broadcasting: another fifth of the interpreter's time."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
 

@@ -367,8 +367,8 @@ def consume(
     if W == TILE.WARPGROUPS - 1:
         # gives warpgroup 0 the first turn
         _pass_turn(W, TILE)
-    turn = 0  # tiles of keys
-    count = 0  # tiles of queries
+    turn = 0  # number of tiles of keys so far
+    count = 0  # number of tiles of queries so far
     q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
     work = _receive(pipeline, count)
     while work.head >= 0:

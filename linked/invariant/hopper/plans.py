@@ -108,7 +108,7 @@ class HopperInvariantPlan:
         new = 0, 0, 0, 0
         if x.new_k is not None and x.new_v is not None:
             new = *x.new_k.stride()[:2], *x.new_v.stride()[:2]
-        self._strides = Strides(*pages, *table, *keys[6:15], *new)
+        self._strides = Strides(*pages, *table, *keys.strides, *new)
         options = Options(
             HAS_LEFT=scores.window_left >= 0,
             HAS_RIGHT=scores.window_right >= 0,

@@ -208,10 +208,7 @@ def _copy_tile(
     TILE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Copy a tile of queries and the keys and values that it sees, in the order of use.
-
-    Return the total numbers of copied tiles of keys and of values.
-    """
+    """Copy a tile of queries, then its keys and values; return the tiles copied so far of both."""
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
@@ -274,9 +271,9 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: 
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     index = gl.arange(0, FIELDS, _lanes(WARPS))  # [FIELDS]
-    count = 0  # tiles of queries
-    turn = 0  # tiles of keys
-    turn_v = 0  # tiles of values
+    count = 0  # number of tiles of queries so far
+    turn = 0  # number of tiles of keys so far
+    turn_v = 0  # number of tiles of values so far
     total = inputs.counts.total
     ticket, work, k_start = _next_work(gl.program_id(0), inputs, OPTIONS, TILE, WARPS)
     while ticket < total:

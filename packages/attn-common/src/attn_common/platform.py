@@ -110,10 +110,7 @@ detect.cache_clear = _FOUND.clear  # type: ignore[attr-defined]
 
 
 def has_gluon() -> bool:
-    """Return whether the installed Triton has Gluon, its lower-level language, for Hopper.
-
-    Imports Triton and caches the answer; False without Triton.
-    """
+    """Return whether Triton has Gluon, its lower-level language, for Hopper; imports Triton."""
     if not _GLUON:
         try:
             found = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper")

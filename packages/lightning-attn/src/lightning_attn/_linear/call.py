@@ -60,10 +60,7 @@ class BackwardTensors(NamedTuple):
         return Inputs(self.v, self.dout, self.q, self.decay, self.cu_seqlens, first)
 
     def walk_of_dv(self, dinitial_state: Tensor | None = None) -> Inputs:
-        """Return the walk whose reads are dv, from the last token to the first.
-
-        Its final state is the gradient of the initial state.
-        """
+        """Return the walk whose reads are dv; its final state is the initial state's gradient."""
         first, last = self.dfinal_state, dinitial_state
         return Inputs(self.k, self.q, self.dout, self.decay, self.cu_seqlens, first, last)
 

@@ -155,10 +155,7 @@ def decode(x: StepTensors, scale: float) -> None:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return a contiguous fp32 copy.
-
-    The order of sums in products depends on strides and addresses, which must not change results.
-    """
+    """Return a contiguous fp32 copy: products' sums depend on strides and addresses."""
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 

@@ -171,10 +171,7 @@ class Walk:
         return states
 
     def written_states(self, x: Inputs, slots: Tensor | None) -> States:
-        """Return the state that each segment writes from zero.
-
-        Fill ``last``, except for sequences whose slot is -1.
-        """
+        """Return the state that each segment writes from zero; fill ``last`` except slots of -1."""
         states = self._state_memory(x)
         written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
         launch_all([written, self._combine(x._replace(slots=slots), states, replace=False)])
@@ -266,10 +263,7 @@ class Walk:
         return launch, grid, tensors, (*scales, *lengths, *strides, *first.strides, *last.strides)
 
     def _combine(self, x: Inputs, states: States, *, replace: bool = True) -> Call:
-        """Return the launch that turns the states that segments wrote into those before them.
-
-        Without ``replace`` it only fills ``last``.
-        """
+        """Return the launch of the scan over segments; not ``replace``: it only fills ``last``."""
         block_d, block_e = min(BLOCK_ROWS, self.d), min(BLOCK_COLS, 16 * (self.e // 16))
         block_e = 1 << (block_e.bit_length() - 1)
         tiles = cdiv(self.d, block_d) * cdiv(self.e, block_e)
