@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
 import torch
 from attn_common import cdiv, detect, has_gluon
-from torch import Tensor
 
 from ..host.arguments import FP32_TINY, MAX_WINDOW
 from ..host.forms import interpreted
 from ..host.tiles import padded_head_dim
 from ..launch.runtime import Launch, row_bytes, token_strides
+from .call import Call, InvariantRun, KeyForm, Scores
 from .kernels import invariant_kernel, invariant_merge_kernel
 from .structures import MergeNumbers, MergeTensors, MergeTile, Numbers, Options, Tensors, Tile
 from .tiles import invariant_tile, segment_of
@@ -21,72 +19,6 @@ PROGRAMS = 512
 # limit of the memory for sums of segments
 PART_BYTES = 2**28
 MERGE_ROWS = 16
-
-
-class Call(NamedTuple):
-    """The tensors of a call, aligned for the kernels.
-
-    ``q`` is ``[batch, tokens, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with
-    ``cu_seqlens_q``; ``lse`` is ``[batch, heads, tokens]`` or ``[heads, tokens]``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor | None
-    sinks: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
-    block_table: Tensor | None = None
-    new_k: Tensor | None = None
-    new_v: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqlens_k: Tensor | None = None
-
-
-class Scores(NamedTuple):
-    """The scale, softcap and window of scores; -1 is no window."""
-
-    scale: float
-    softcap: float
-    window_left: int
-    window_right: int
-
-
-class KeyForm(NamedTuple):
-    """Layout of keys and values: strides in elements, ``b`` of a sequence or a page."""
-
-    head_dim_v: int
-    heads_k: int
-    page: int  # slots per page; 0: keys are dense
-    k_run: int
-    k_bytes: int
-    v_bytes: int
-    stride_kb: int
-    stride_ks: int
-    stride_kh: int
-    stride_kx: int
-    stride_kd: int
-    stride_vb: int
-    stride_vs: int
-    stride_vh: int
-    stride_vd: int
-    descale_ndim: int = 0
-    # a sequence of one query has all of its keys in pages, even if the call has new keys
-    decode_from_cache: bool = False
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """All strides, in the order of the kernels' parameters."""
-        return tuple(getattr(self, name) for name in self._fields if name.startswith("stride_"))
-
-
-class InvariantRun(Protocol):
-    """A launcher of calls of one form."""
-
-    def run(self, x: Call, tokens_k: int, most_queries: int, most_keys: int) -> None: ...
 
 
 def plan_invariant(

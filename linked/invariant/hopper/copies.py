@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..plans import Call, KeyForm, Scores
+from ..call import Call, KeyForm, Scores
 
 # the fewest keys per copy, and a limit of the rows of a cache's tensor map
 MIN_PIECE = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attn_common import cdiv
@@ -15,15 +15,13 @@ from ...hopper.tma import MapForm, MapLaunch
 from ...host.arguments import FP32_TINY, MAX_WINDOW
 from ...host.tiles import padded_head_dim
 from ...launch.runtime import Launch, row_bytes, token_strides
+from ..call import Call, InvariantRun, KeyForm, Scores
 from ..kernels import invariant_merge_kernel
 from ..structures import MergeNumbers, MergeTensors, MergeTile
 from .attention import invariant_hopper_kernel
 from .copies import copied_keys, is_copied
 from .structures import Arguments, Counts, Options, Strides, Tile
 from .structures import Scores as ScoreNumbers
-
-if TYPE_CHECKING:
-    from ..plans import Call, InvariantRun, KeyForm, Scores
 
 # keys and values that concurrent programs should read together
 L2_BYTES = 32 * 2**20

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._linked.host.forms import ACCESS_BYTES
-from .._linked.invariant.plans import Call, InvariantRun, KeyForm, Scores, plan_invariant
+from .._linked.invariant.call import Call, InvariantRun, KeyForm, Scores
+from .._linked.invariant.plans import plan_invariant
 from .._linked.launch.runtime import dense, token_strides
 from . import tiles
 from .call import Tensors

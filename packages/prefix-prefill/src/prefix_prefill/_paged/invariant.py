@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .._cache.kernels.addressing import CacheForm, descale_ndim, one_form
 from .._cache.layout import cache_sizes
-from .._linked.invariant.plans import Call, KeyForm, Scores, plan_invariant
+from .._linked.invariant.call import Call, KeyForm, Scores
+from .._linked.invariant.plans import plan_invariant
 from .._linked.launch.runtime import dense
 from . import tiles
 from .call import Options, Tensors
