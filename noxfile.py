@@ -393,13 +393,26 @@ def bench(session: nox.Session, package: str) -> None:
 @nox.session(name="compile", requires=["build"], default=False)
 @each(KERNEL_PACKAGES)
 def compile_(session: nox.Session, package: str) -> None:
-    """Compile every shipped configuration, on the oldest and the newest Triton."""
+    """Compile every shipped configuration, on two Tritons; -- --write writes what is spilled."""
     install(session, package)
+    folder, reports = BUILD / "reports", []
+    if writes := "--write" in session.posargs:
+        session.posargs.remove("--write")
     for version in (NEWEST_TRITON, OLDEST_TRITON):
         # torch may ask for another triton; nothing of it that needs one is used here
         session.install("--no-deps", f"triton=={version}")
         report = f"{package}-compile-triton-{version}"
-        pytest(session, ROOT / "packages" / package, "aot", report, ATTN_AOT="all")
+        environment = {"ATTN_AOT": "all"}
+        if writes:
+            reports.append(folder / f"{report}.jsonl")
+            folder.mkdir(parents=True, exist_ok=True)
+            reports[-1].unlink(missing_ok=True)  # tests append to it
+            environment["ATTN_AOT_REPORT"] = str(reports[-1])
+        pytest(session, ROOT / "packages" / package, "aot", report, **environment)
+    if writes:
+        everything = () if session.posargs else ("--all",)
+        script = str(ROOT / "ci" / "spills.py")
+        session.run("python", script, package, *map(str, reports), *everything)
 
 
 @nox.session(requires=["build"], default=False)

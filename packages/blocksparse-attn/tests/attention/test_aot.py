@@ -1,50 +1,23 @@
 """Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
 
-What differs most by default, every shipped configuration with ``ATTN_AOT=all``. With
-``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
+What differs most by default, every shipped configuration with ``ATTN_AOT=all``.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
-from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
 from .._linked.gpus import GPUS, chosen, compiling, recording
+from .._linked.spills import check_builds
 from .._numerics import only_portable
 from ._aot import Config, launch_backward, launch_forward
 
 pytestmark = pytest.mark.aot
 
 FORWARD, BACKWARD, KERNEL = "forward", "backward", "attention_kernel"
-
-# "GPU configuration pass", as a pattern: the most that may be spilled, and why that is accepted
-SPILLS: dict[str, tuple[int, str]] = {
-    "nvidia:sm_90 d*-bfloat16-* dkdv": (
-        896,
-        "tiles of the dense pass; several small blocks of queries a step hold an address each",
-    ),
-    "nvidia:sm_90 d128-bfloat16-* dq": (128, "tiles of the dense pass; not tuned yet"),
-    "nvidia:sm_90 d128-bfloat16-* forward": (
-        96,
-        "several small blocks of keys a step hold an address each",
-    ),
-    "nvidia:sm_90 d256-bfloat16-* forward": (416, "tiles of 128 rows; not tuned yet"),
-    "nvidia:sm_90 d96-bfloat16-* forward": (240, "tiles of 128 columns, some masked"),
-    "nvidia:sm_90 d96-bfloat16-* dq": (128, "tiles of 128 columns, some masked"),
-    "nvidia:sm_90 d64-float32-* *": (176, "three TF32 products hold both halves of operands"),
-    "nvidia:sm_90 d128-float32-* *": (256, "three TF32 products hold both halves of operands"),
-    "nvidia:sm_80 d128-bfloat16-* dkdv": (264, "no such GPU to tune on"),
-    "nvidia:* d128-bfloat16-*ruled *": (
-        320,
-        "which keys some row sees comes ahead of their loads, from the mask of the whole tile",
-    ),
-    "amd:gfx1100 *": (848, "its matrix instructions want operands twice; no such GPU to tune on"),
-}
 
 
 def principal() -> list[tuple[str, str, Config]]:
@@ -90,28 +63,15 @@ def everything() -> list[tuple[str, str, Config]]:
 
 
 @pytest.mark.parametrize(("gpu", "way", "config"), chosen(everything(), principal()), ids=str)
-def test_builds(gpu, way, config, tmp_path, record_property):
+def test_builds(gpu, way, config, tmp_path):
     """The portable kernels; see ``test_hopper.py`` for the other."""
     with only_portable(), compiling(gpu, tmp_path) as builds:
         (launch_forward if way == FORWARD else launch_backward)(config)
     assert builds
-    if report := os.environ.get("ATTN_AOT_REPORT"):
-        with Path(report).open("a") as file:
-            file.writelines(f"{gpu} {way} {config} {build}\n" for build in builds)
-    for build in builds:
-        record_property(build.kernel, str(build))
-        assert build.shared <= GPUS[gpu].shared_limit, build
     # the kernel over tiles of scores makes one of these at a time
     passes = iter([FORWARD, "merge"] if way == FORWARD else ["dkdv", "dq"])
-    named = [(next(passes) if b.kernel == KERNEL else b.kernel, b) for b in builds]
-    spilled = [build for name, build in named if build.spilled > accepted(gpu, config, name)]
-    assert not spilled, ", ".join(map(str, spilled))
-
-
-def accepted(gpu: str, config: Config, kernel: str) -> int:
-    """Return how much this build may spill."""
-    name = f"{gpu} {config} {kernel}"
-    return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
+    named = [replace(b, kernel=next(passes)) if b.kernel == KERNEL else b for b in builds]
+    check_builds(gpu, f"{way} {config}", named)
 
 
 @pytest.mark.parametrize("seqlen", [128, 1024, 1025, 1])

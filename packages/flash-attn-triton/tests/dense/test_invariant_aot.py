@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from flash_attn_triton._dense import tiles
 from flash_attn_triton._dense.launch import launch_forward
 
 from .._linked.gpus import GPUS, chosen, compiling, counting
+from .._linked.spills import check_builds
 
 pytestmark = pytest.mark.aot
 
@@ -22,14 +22,6 @@ PRINCIPAL = [
     ("amd:gfx942", (64, 64), "float16"),
 ]
 EVERYTHING = list(itertools.product(GPUS, DIMS, ("bfloat16", "float32")))
-# "GPU dims dtype", as a pattern: the most that may be spilled; sums of a segment and of those
-# before it live side by side, and of the latter nothing is read within a segment
-SPILLS = {
-    "nvidia:* bfloat16": 768,
-    "nvidia:* float32": 768,
-    "amd:*": 64,
-    "amd:gfx1100 *": 1200,
-}
 
 
 def launch(dims: tuple[int, int], dtype: str, seqlen: int = 1024, **options: Any) -> None:
@@ -67,12 +59,7 @@ def test_all_builds_compute_alike(gpu, dims, dtype, tmp_path):
     assert len(walks) == 4
     assert len({x.products for x in walks}) == 1, [sorted(x.products) for x in walks]
     assert walks[0].products
-    name = f"{gpu} {dims[0]}:{dims[1]} {dtype}"
-    most = max((n for key, n in SPILLS.items() if fnmatch(name, key)), default=0)
-    for build in builds:
-        assert build.shared <= GPUS[gpu].shared_limit, build
-        assert not build.unset, build
-        assert build.spilled <= most, f"{name} {build}"
+    check_builds(gpu, f"d{dims[0]}:{dims[1]} {dtype} invariant", builds)
 
 
 @pytest.mark.parametrize("dims", chosen([(64, 64), (128, 128), (256, 256)], [(128, 128)]), ids=str)
@@ -80,10 +67,7 @@ def test_builds_for_hopper(dims, tmp_path):
     with compiling("nvidia:sm_90", tmp_path) as builds:
         launch(dims, "bfloat16", 4096)
     assert [x.kernel for x in builds] == ["invariant_hopper_kernel"]
-    for build in builds:
-        assert build.shared <= GPUS["nvidia:sm_90"].shared_limit, build
-        assert not build.unset, build
-        assert build.spilled <= 48, build  # between tiles of queries
+    check_builds("nvidia:sm_90", f"d{dims[0]}:{dims[1]} invariant", builds)
 
 
 @pytest.mark.usefixtures("portable")

@@ -1,23 +1,20 @@
 """Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
 
-What differs most by default, every shipped configuration with ``ATTN_AOT=all``. With
-``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
+What differs most by default, every shipped configuration with ``ATTN_AOT=all``.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 from triton.runtime.jit import KernelInterface
 
 from .._linked.gpus import GPUS, absent_gpu, chosen, compiling, recording
+from .._linked.spills import check_builds
 from .._numerics import only_portable
 from ._aot import LAUNCHERS, Config, launch_decode, launch_forward
 
@@ -26,33 +23,6 @@ pytestmark = pytest.mark.aot
 PARALLEL = "parallel"
 HOPPER = "nvidia:sm_90"
 OLDER = "no such GPU to tune on"
-
-# "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
-SPILLS: dict[str, tuple[int, str]] = {
-    "nvidia:sm_90 d*-bfloat16-* hopper_walk_kernel": (
-        256,
-        "numbers of the loop, beside two accumulators of the state; with Triton 3.6 72 at most, "
-        "for states in and out, and 8 without",
-    ),
-    "nvidia:sm_90 d*-bfloat16-* walk_kernel": (
-        256,
-        "16 at most with Triton 3.6, for states in and out; a tile of half the columns "
-        "has none with any, but is too narrow for the products of Hopper",
-    ),
-    "nvidia:sm_90 d*-float16-* walk_kernel": (
-        16,
-        "a number or two, and with Triton 3.9 alone",
-    ),
-    "nvidia:sm_90 d*-float32-* walk_kernel": (
-        400,
-        "three TF32 products hold both halves of their operands",
-    ),
-    "nvidia:sm_90 d256* decay_gradient_kernel": (400, "two states at once; runs on request only"),
-    "nvidia:sm_80 *": (400, OLDER),
-    "nvidia:sm_100 *": (600, OLDER),
-    "amd:gfx942 d*-bfloat16-* walk_kernel": (16, "a few numbers, and with Triton 3.6 alone"),
-    "amd:gfx1100 *": (656, f"its matrix instructions want operands twice; {OLDER}"),
-}
 
 
 def principal() -> list[tuple[str, str, Config]]:
@@ -91,25 +61,11 @@ def everything() -> list[tuple[str, str, Config]]:
 
 
 @pytest.mark.parametrize(("gpu", "way", "config"), chosen(everything(), principal()), ids=str)
-def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_property):
+def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path):
     with compiling(gpu, tmp_path) as builds, only_portable() if config.portable else nullcontext():
         LAUNCHERS[way](config)
     assert builds
-    if report := os.environ.get("ATTN_AOT_REPORT"):
-        with Path(report).open("a") as file:
-            file.writelines(f"{gpu} {way} {config} {build}\n" for build in builds)
-    for build in builds:
-        record_property(build.kernel, str(build))
-        assert build.shared <= GPUS[gpu].shared_limit, build
-        assert not build.unset, (build, build.unset)
-    spilled = [build for build in builds if build.spilled > accepted(gpu, config, build.kernel)]
-    assert not spilled, ", ".join(map(str, spilled))
-
-
-def accepted(gpu: str, config: Config, kernel: str) -> int:
-    """Return how much this build may spill."""
-    name = f"{gpu} {config} {kernel}"
-    return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
+    check_builds(gpu, f"{way} {config}", builds)
 
 
 @pytest.mark.parametrize(

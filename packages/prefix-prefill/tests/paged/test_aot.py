@@ -1,22 +1,19 @@
 """Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
 
-What differs most by default, every shipped configuration with ``ATTN_AOT=all``. With
-``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
+What differs most by default, every shipped configuration with ``ATTN_AOT=all``.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
-from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 import torch
 from prefix_prefill._paged.tiles import choose_splits
 
 from .._linked.gpus import GPUS, chosen, compiling, recording
+from .._linked.spills import check_builds
 from ._aot import (
     Config,
     launch_append,
@@ -47,40 +44,6 @@ LAUNCHERS = {
 FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
 FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 
-# "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
-SPILLS: dict[str, tuple[int, str]] = {
-    "nvidia:sm_80 d256-bfloat16-same-p16-g4 *": (8, "with Triton 3.9 alone, in 128 registers"),
-    "nvidia:sm_90 d16-bfloat16-same-p16-g4 *": (8, "with Triton 3.6 alone, in 168 registers"),
-    "nvidia:sm_80 d256-float32-*": (280, "a row of queries takes 256 registers in TF32"),
-    "nvidia:sm_100 d256-float32-*": (264, "likewise"),
-    "nvidia:* d128-float32-same-p16-g4-dense-tree *": (176, "likewise 128, of 32 rows"),
-    "nvidia:sm_100 d512-float32-same-p16-g4 *": (16, "in decoding, in 128 registers"),
-    "nvidia:sm_90 d64-float32-*": (376, "128 x 32 spills none, and takes 1.11 times as long"),
-    "nvidia:sm_90 d96-float32-*": (440, "likewise 96 of them, beside products of 128 rows"),
-    "nvidia:sm_90 d128-float32-*": (440, "likewise 128"),
-    "nvidia:sm_90 d256-float32-*": (1928, "likewise 256, in prefill; decoding spills 488"),
-    "nvidia:sm_90 d128-bfloat16-float8*-packed *": (8, "with Triton 3.6 alone"),
-    "nvidia:sm_90 d64-bfloat16-same-*-packed *": (8, "with Triton 3.6 alone, outside of loops"),
-    "* *-tree paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
-    "nvidia:sm_90 d16-bfloat16-uint8-p16-g4 *": (16, "products with a quarter of few columns"),
-    "nvidia:sm_90 d256-bfloat16-*int8-p16-g4 *": (136, "prefill alone; decoding spills nothing"),
-    "amd:gfx1100 d512-*": (800, "rows of 512 sums in fp32, and as many numbers of an operand"),
-    "amd:gfx9* d512-float32-*": (160, "a row of keys in fp32 takes 128 registers as an operand"),
-    "amd:gfx9* d512-bfloat16-*": (16, "in prefill alone"),
-    "amd:gfx1100 d576-*": (600, "a row of 512 sums in fp32 is more than it has registers for"),
-    "amd:gfx9* d576-float32-*": (240, "a row of keys in fp32 takes 144 registers as an operand"),
-    "nvidia:sm_90 d96-v40-bfloat16-uint8-*": (8, "with Triton 3.6 alone"),
-    "nvidia:sm_90 d40-v16-float16-*": (48, "with Triton 3.9 alone: an address a narrow read"),
-    "nvidia:* d320-v64-bfloat16-*": (16, "with ALiBi, softcap, sinks and a window at once"),
-    "nvidia:sm_80 d320-v64-float32-*": (16, "with Triton 3.6 alone"),
-    "nvidia:sm_90 d64-v128-float32-*": (48, "three products in TF32 each; keys of 128 spill 440"),
-    "nvidia:sm_90 d96-v40-float32-*": (152, "likewise; values of 96 spill 440"),
-    "nvidia:sm_90 d192-v128-float32-*": (1496, "likewise, in prefill; both of 256 spill 1928"),
-    "nvidia:* d192-v128-float32-*": (136, "likewise"),
-    "amd:gfx9* d320-v64-float32-*": (290, "a row of keys takes 128 registers as an operand"),
-    "amd:gfx1100 *-v*": (820, "operands twice, as below; equal widths spill more"),
-    "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
-}
 
 # rows of 40 bytes: read in less than 16 at once
 NARROW = Config(40, "float16", FP8["nvidia:sm_90"], page=7, group=2, dense=True, head_dim_v=16)
@@ -189,25 +152,11 @@ def everything() -> list[tuple[str, str, Config]]:
 
 
 @pytest.mark.parametrize(("gpu", "way", "config"), chosen(everything(), principal()), ids=str)
-def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_property):
+def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path):
     with compiling(gpu, tmp_path) as builds:
         LAUNCHERS[way](config)
     assert builds
-    if report := os.environ.get("ATTN_AOT_REPORT"):
-        with Path(report).open("a") as file:
-            file.writelines(f"{gpu} {way} {config} {build}\n" for build in builds)
-    for build in builds:
-        record_property(build.kernel, str(build))
-        assert build.shared <= GPUS[gpu].shared_limit, build
-        assert not build.unset, f"{build} {build.unset}"
-    spilled = [build for build in builds if build.spilled > accepted(gpu, config, build.kernel)]
-    assert not spilled, ", ".join(map(str, spilled))
-
-
-def accepted(gpu: str, config: Config, kernel: str) -> int:
-    """Return how much this build may spill."""
-    name = f"{gpu} {config} {kernel}"
-    return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
+    check_builds(gpu, f"{way} {config}", builds)
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(2048, 4), (64, 64), (1, 1), (1000, 3)])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from fnmatch import fnmatch
 
 import pytest
 
 from .._linked.gpus import GPUS, chosen, compiling
+from .._linked.spills import check_builds
 from ._aot import Config, launch_attention, launch_decode
 
 pytestmark = pytest.mark.aot
@@ -16,17 +16,6 @@ PRINCIPAL = [("nvidia:sm_90", 128, "bfloat16"), ("amd:gfx942", 64, "float16")]
 EVERYTHING = list(itertools.product(GPUS, (16, 64, 96, 128, 256), ("bfloat16", "float32")))
 FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
 FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
-# "GPU head_dim dtype", as a pattern: the most that may be spilled; sums of a segment and of those
-# before it live side by side, and of the latter nothing is read within a segment
-SPILLS = {
-    "nvidia:* bfloat16": 1280,
-    "nvidia:* float32": 1280,
-    "nvidia:sm_80 256 bfloat16": 4736,  # ptxas takes 32 registers for one build
-    "amd:*": 128,
-    "amd:gfx1100 *": 1200,
-}
-# likewise of the kernel for Hopper, between tiles of queries
-HOPPER_SPILLS = {64: 24, 128: 56, 256: 80}
 
 
 @pytest.mark.parametrize(("gpu", "head_dim", "dtype"), chosen(EVERYTHING, PRINCIPAL), ids=str)
@@ -43,12 +32,7 @@ def test_all_builds_compute_alike(gpu, head_dim, dtype, tmp_path):
     walks = [x for x in builds if x.kernel == "invariant_kernel"]
     assert len(walks) == len(builds) - 1 >= 4
     assert len({x.products for x in walks}) == 1, [sorted(x.products) for x in walks]
-    name = f"{gpu} {head_dim} {dtype}"
-    most = max((n for key, n in SPILLS.items() if fnmatch(name, key)), default=0)
-    for build in builds:
-        assert build.shared <= GPUS[gpu].shared_limit, build
-        assert not build.unset, build
-        assert build.spilled <= most, f"{name} {build}"
+    check_builds(gpu, f"d{head_dim} {dtype} invariant", builds)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +51,4 @@ def test_builds_for_hopper(head_dim, head_dim_v, tmp_path):
         ):
             launch_attention(config, hopper=True)
     assert [x.kernel for x in builds] == ["invariant_hopper_kernel"] * 3
-    most = HOPPER_SPILLS[1 << (max(head_dim, head_dim_v) - 1).bit_length()]
-    for build in builds:
-        assert build.shared <= GPUS["nvidia:sm_90"].shared_limit, build
-        assert not build.unset, build
-        assert build.spilled <= most, build
+    check_builds("nvidia:sm_90", f"d{head_dim}:{head_dim_v or head_dim} invariant", builds)

@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-import triton
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._attention import tiles
 from blocksparse_attn._attention.call import Options, Pattern, Tensors
@@ -17,7 +16,8 @@ from blocksparse_attn._attention.portable.structures import RowTensors
 from blocksparse_attn._attention.tiles import has_short_rows, takes_hopper_backward
 from blocksparse_attn._layout.lists import SIDE, piece_of
 
-from ..._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting
+from ..._linked.gpus import absent_gpu, chosen, compiling, counting
+from ..._linked.spills import check_builds
 from ..._numerics import only_portable
 from .._aot import Config
 
@@ -215,21 +215,6 @@ CONFIGS = {
     "of 16": Config(128, block=(16, 16)),
     "of 16 packed": Config(128, block=(64, 16), packed=True, causal=False, shared=True),
 }
-# bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks, of which
-# small blocks without a causal mask have one more
-SPILLS = {
-    "causal": (32, 88),
-    "full": (32, 88),
-    "packed": (24, 56),
-    "shared": (40, 160),
-    "wide": (24, 152),
-    "narrow": (0, 56),
-    "unequal": (0, 0),
-    "of 32": (16, 216),
-    "of 16": (104, 208),
-    "of 16 packed": (112, 216),
-}
-IS_OLD = triton.__version__.startswith("3.6.")
 
 
 def lists_of(config):
@@ -256,11 +241,7 @@ def test_builds(kind, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch(CONFIGS[kind])
     kernel = next(build for build in builds if build.kernel == "hopper_backward_kernel")
-    assert kernel.shared <= GPUS[HOPPER].shared_limit, kernel
-    assert not kernel.unset, kernel
-    old, new = SPILLS[kind]
-    assert kernel.spilled <= (old if IS_OLD else new), kernel
-    assert all(build.spilled == 0 for build in builds if build is not kernel)
+    check_builds(HOPPER, kind, builds)
     assert len(builds) == 3
     sass = kernel.sass
     products = sass.count(" HGMMA.")
@@ -271,21 +252,13 @@ def test_builds(kind, tmp_path):
     assert sass.count(" WARPGROUP.ARRIVE") < products / 3
 
 
-# the same of the two kernels of gradients that repeat: numbers that are needed between tiles
-REPEATING_SPILLS = {"hopper_backward_kernel": (104, 224), "hopper_query_kernel": (64, 160)}
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize("kind", chosen(CONFIGS, ["packed"]))
 def test_builds_of_gradients_that_repeat(kind, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch(CONFIGS[kind], repeats=True)
     assert len(builds) == 4
-    for build in builds:
-        spilled = REPEATING_SPILLS.get(build.kernel, (0, 0))
-        assert build.spilled <= spilled[0 if IS_OLD else 1], build
-        assert build.shared <= GPUS[HOPPER].shared_limit, build
-        assert not build.unset, build
+    check_builds(HOPPER, f"{kind} repeating", builds)
     for kernel in ("hopper_backward_kernel", "hopper_query_kernel"):
         sass = next(build for build in builds if build.kernel == kernel).sass
         products = sass.count(" HGMMA.")

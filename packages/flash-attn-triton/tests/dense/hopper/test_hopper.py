@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import triton
 from attn_common import detect
 from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._dense.hopper.forward.launch import HopperForward
@@ -19,7 +18,8 @@ from flash_attn_triton._linked.hopper import tickets
 from flash_attn_triton._linked.hopper.tma import MapForm
 
 from ..._linked.budget import assert_no_worse_than_eager, assert_same
-from ..._linked.gpus import GPUS, absent_gpu, chosen, compiling
+from ..._linked.gpus import absent_gpu, chosen, compiling
+from ..._linked.spills import check_builds
 from ..._linked.views import VIEWS
 from ..._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 from ..._numerics import check as check_call
@@ -194,48 +194,6 @@ def features(name: str) -> dict[str, object]:
     }[name]
 
 
-# Bytes that may be spilled with Triton 3.6 and with later ones, and why. Numbers of the walk go
-# first: they are needed between tiles of queries. The loop over whole tiles of keys has none.
-SPILLS = {
-    (64, "full"): (0, 88),  # three warpgroups have 160 registers a thread
-    (64, "long"): (48, 240),  # likewise
-    (64, "packed"): (0, 16),
-    (64, "rich"): (0, 208),  # every feature at once, beside loops for one side of ALiBi
-    # draws of dropout, which are made beside the exponentials
-    (64, "dropout"): (64, 200),  # and three warpgroups have 160 registers a thread
-    (64, "causal dropout"): (0, 16),
-    (128, "dropout"): (16, 0),
-    (128, "causal dropout"): (24, 48),
-    (256, "dropout"): (24, 48),
-    (256, "causal dropout"): (32, 72),
-    (128, "packed"): (0, 16),
-    (128, "left"): (16, 16),  # two loops and what runs on between tiles of queries
-    (256, "causal"): (16, 56),  # the accumulators take 128 registers
-    (256, "rich"): (24, 56),
-    # in panels
-    (80, "full"): (0, 16),
-    (80, "packed"): (0, 32),
-    (80, "rich"): (0, 56),
-    (96, "packed"): (0, 32),
-    (96, "rich"): (0, 56),
-    (96, "dropout"): (16, 48),
-    (160, "full"): (0, 216),  # nearly all of it addresses
-    (160, "causal"): (16, 192),
-    (160, "packed"): (8, 200),
-    (160, "rich"): (8, 72),
-    (192, "causal"): (16, 48),
-    (192, "rich"): (0, 40),
-    # an output comes back into registers, beside the next tile's first scores
-    (64, "merging full"): (8, 88),
-    (96, "merging full"): (0, 96),
-    (96, "merging packed"): (0, 32),
-    (128, "merging full"): (0, 40),
-    (256, "merging full"): (16, 24),
-    (256, "merging packed"): (8, 56),
-}
-IS_OLD = triton.__version__.startswith("3.6.")
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("head_dim", "kind"),
@@ -264,13 +222,9 @@ def test_builds(head_dim, kind, tmp_path):
         kv = kv[:, :, :1]
     with compiling(HOPPER, tmp_path) as builds:
         hopper(q, kv, kv, merges=kind.startswith("merging"), **options)
-    build = builds[-1]
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    assert not build.unset, build
-    old, new = SPILLS.get((head_dim, kind), (0, 0))
-    assert build.spilled <= (old if IS_OLD else new), build
+    check_builds(HOPPER, f"d{head_dim} {kind}", builds)
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
-        assert instruction in build.sass, instruction
+        assert instruction in builds[-1].sass, instruction
 
 
 # ---- numbers

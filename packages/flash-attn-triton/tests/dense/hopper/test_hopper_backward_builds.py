@@ -6,74 +6,15 @@ import itertools
 
 import pytest
 import torch
-import triton
 from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
 from flash_attn_triton._dense.hopper_tiles import hopper_backward_tile
 from flash_attn_triton._dense.portable.form import Form
 from flash_attn_triton._dense.portable.structures import Extras, Inputs
 
-from ..._linked.gpus import GPUS, chosen, compiling
+from ..._linked.gpus import chosen, compiling
+from ..._linked.spills import check_builds
 from ._hopper_backward import HOPPER, extras_of
-
-# Bytes that may be spilled, by head dimension and mask, with Triton 3.6 and with later ones: those
-# of the walk, as the accumulators of dk and dv and the products beside them fill the registers.
-SPILLS = {
-    (64, False): (16, 16),
-    (64, True): (24, 56),  # three stages of queries, 128 a step: the fastest measured on an H200
-    (128, False): (8, 0),
-    (128, True): (24, 24),
-    (256, False): (0, 0),
-    (256, True): (0, 16),  # between the roles, in no loop
-    # in panels
-    **{(d, causal): (0, 0) for d in (80, 96) for causal in (False, True)},
-    # dk and dq, without dv
-    (160, False): (0, 0),
-    (160, True): (0, 24),
-    (192, False): (0, 8),
-    (192, True): (32, 24),
-}
-
-
-# of dk and dq without dv, with every feature that costs registers
-MOST_SPILLED_APART = 48
-
-
-# Likewise. With Triton 3.6 the loops over tiles of queries have none of dropout's; nearly all of
-# ALiBi's is that of tiles which need a mask, or face keys on either side.
-SPILLS_OF_FEATURES = {
-    "dropout": {
-        (64, False): (0, 0),
-        (64, True): (0, 0),
-        (128, False): (48, 120),
-        (128, True): (64, 176),
-        (256, False): (0, 0),
-        (256, True): (0, 64),
-    },
-    "alibi": {
-        (64, False): (248, 248),
-        (64, True): (296, 296),
-        (128, False): (80, 120),
-        (128, True): (64, 112),
-        (256, False): (0, 0),
-        (256, True): (0, 64),
-    },
-}
-
-
-# with additions to dq in order: what the walk from the last tile to the first has to keep besides
-SPILLS_IN_ORDER = {
-    (64, False): (16, 32),
-    (64, True): (8, 40),
-    (128, False): (8, 32),
-    (128, True): (24, 24),
-    (256, False): (0, 0),
-    (256, True): (0, 8),
-    **{(d, causal): (0, 0) for d in (80, 96, 160, 192) for causal in (False, True)},
-}
-
-
-IS_OLD = triton.__version__.startswith("3.6.")
 
 
 @pytest.mark.aot
@@ -95,15 +36,11 @@ def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
         plan = HopperBackward(form, x, tile, ordered=ordered)
         inputs = Inputs(q, k, k, q, rows, rows)
         plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q))
-    kernel, *values, rounding = builds
+    kernel, *values, _rounding = builds
     assert len(values) == tile.is_apart
-    old, new = (SPILLS_IN_ORDER if ordered else SPILLS)[head_dim, causal]
-    assert kernel.spilled <= (old if IS_OLD else new), kernel
-    for build in (*values, rounding):
-        assert build.spilled == 0, build
+    order = " in order" if ordered else ""
+    check_builds(HOPPER, f"d{head_dim} {'causal' if causal else 'full'}{order}", builds)
     for build in (kernel, *values):
-        assert not build.unset, build
-        assert build.shared <= GPUS[HOPPER].shared_limit
         sass = build.sass
         products = sass.count(" HGMMA.")
         assert products > 0
@@ -138,12 +75,8 @@ def test_builds_with_features(head_dim, causal, feature, tmp_path):
         options = Options(0.1, -1, 0 if causal else -1, 0.0, 0.1 if has_dropout else 0.0)
         plan = HopperBackward(Form(x, options), x)
         plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q))
-    kernel, rounding = builds
-    assert not kernel.unset, kernel
-    assert kernel.shared <= GPUS[HOPPER].shared_limit
-    old, new = SPILLS_OF_FEATURES[feature][head_dim, causal]
-    assert kernel.spilled <= (old if IS_OLD else new), kernel
-    assert rounding.spilled == 0
+    kernel, _rounding = builds
+    check_builds(HOPPER, f"d{head_dim} {'causal' if causal else 'full'} {feature}", builds)
     products = kernel.sass.count(" HGMMA.")
     assert kernel.sass.count(" WARPGROUP.ARRIVE") < products / 3
 
@@ -169,11 +102,6 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
         inputs = Inputs(q, k, v, dout, rows, rows)
         extras = Extras(None, None, None, starts, starts, None)
         plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q))
-    *kernels, rounding = builds
-    # dv has a launch of its own above head dim 128
-    assert len(kernels) == (2 if 128 < max(head_dim, head_dim_v) <= 192 else 1)
-    for kernel in kernels:
-        assert not kernel.unset, kernel
-        assert kernel.shared <= GPUS[HOPPER].shared_limit
-        assert kernel.spilled <= (MOST_SPILLED_APART if len(kernels) > 1 else 0), kernel
-    assert rounding.spilled == 0
+    check_builds(HOPPER, f"d{head_dim}:{head_dim_v} packed window", builds)
+    # dv has a launch of its own above head dim 128, and dq is rounded
+    assert len(builds) == (3 if 128 < max(head_dim, head_dim_v) <= 192 else 2)

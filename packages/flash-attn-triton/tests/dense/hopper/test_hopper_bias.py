@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-import triton
 from attn_common import detect
 from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
@@ -16,30 +15,12 @@ from flash_attn_triton._dense.launch import PortableForward
 from flash_attn_triton._dense.portable.form import Form
 from flash_attn_triton._dense.portable.structures import PIECE, Extras, Inputs
 
-from ..._linked.gpus import GPUS, Build, absent_gpu, chosen, compiling
+from ..._linked.gpus import absent_gpu, chosen, compiling
+from ..._linked.spills import check_builds
 from ..._numerics import Case, Packed, Shape, check, make_case, make_packed
 
 HOPPER = "nvidia:sm_90"
-IS_OLD = triton.__version__.startswith("3.6.")
 WIDTHS = (64, 128, 256)
-# Bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walk, which are
-# needed between tiles of queries, or ahead of the steps of the backward.
-FORWARD_SPILLS = {
-    (64, False): (16, 128),  # three warpgroups have 160 registers a thread
-    (64, True): (0, 0),
-    (128, False): (0, 24),
-    (128, True): (0, 48),
-    (256, False): (16, 48),
-    (256, True): (24, 72),
-}
-BACKWARD_SPILLS = {
-    (64, False): (0, 0),
-    (64, True): (0, 0),
-    (128, False): (48, 128),  # with the gradient of the bias
-    (128, True): (48, 128),
-    (256, False): (0, 0),
-    (256, True): (0, 8),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +49,10 @@ def test_tiles_fit_the_barriers_of_the_hardware(head_dim, bias_bytes):
 # ---- builds
 
 
+def kind_of(head_dim: int, causal: bool) -> str:
+    return f"d{head_dim} {'causal' if causal else 'full'} bias"
+
+
 def made(
     head_dim: int, causal: bool, batch: int = 2, group: int = 2, tokens: int = 1024
 ) -> tuple[Tensors, Form]:
@@ -88,10 +73,7 @@ def test_forward_builds(head_dim, causal, tmp_path):
         x, form = made(head_dim, causal)
         HopperForward(form, x, x.q.dtype, PortableForward(form, x, x.q.dtype))(x)
     (build,) = builds
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    assert not build.unset, build
-    old, new = FORWARD_SPILLS[head_dim, causal]
-    assert build.spilled <= (old if IS_OLD else new), build
+    check_builds(HOPPER, kind_of(head_dim, causal), builds)
     assert " LDSM." in build.sass  # as matrices, not number by number
 
 
@@ -119,11 +101,7 @@ def test_backward_builds(head_dim, causal, tmp_path):
     kernel, *others = builds
     # above head dim 128 the portable kernel sums the gradient of the bias
     assert len(others) == (1 if head_dim > 128 else 2)
-    assert not any(build.spilled for build in others)
-    assert not kernel.unset, kernel
-    assert kernel.shared <= GPUS[HOPPER].shared_limit, kernel
-    old, new = BACKWARD_SPILLS[head_dim, causal]
-    assert kernel.spilled <= (old if IS_OLD else new), kernel
+    check_builds(HOPPER, kind_of(head_dim, causal), builds)
     assert " LDSM.16.MT88" in kernel.sass  # read transposed
     # serialised products have an arrival each
     assert kernel.sass.count(" WARPGROUP.ARRIVE") < kernel.sass.count(" HGMMA.") / 3
@@ -141,7 +119,8 @@ def test_backward_of_a_shared_bias_builds(head_dim, causal, tmp_path):
         run_backward(*made(head_dim, causal, batch=1, group=1, tokens=4096))
         run_backward(*made(head_dim, causal, batch=4, group=1, tokens=4096))
     storing, _, shared, _rounding = builds
-    check_limits(shared, storing, head_dim, causal)
+    check_builds(HOPPER, kind_of(head_dim, causal) + " shared", builds)
+    assert shared.kernel == storing.kernel
     # one warp either stores or adds
     assert shared.sass.count(" UTMAREDG.") > storing.sass.count(" UTMAREDG.")
     assert shared.sass.count(" UTMASTG.") >= storing.sass.count(" UTMASTG.")
@@ -173,27 +152,14 @@ def test_backward_in_order_builds(head_dim, causal, tmp_path):
     """They have a launch each."""
     with compiling(HOPPER, tmp_path) as builds:
         run_backward(*made(head_dim, causal, batch=4, group=1, tokens=4096), ordered=True)
+    check_builds(HOPPER, kind_of(head_dim, causal) + " in order", builds)
     storing, *others, _rounding = builds
     assert len(others) == 3
     for adding in others:
-        check_adding(adding, storing, head_dim, causal)
-
-
-def check_limits(build: Build, storing: Build, head_dim: int, causal: bool) -> None:
-    """Hold a build to its limits, of the kernel that also builds into one that stores alone."""
-    assert build.kernel == storing.kernel
-    assert not build.unset, build
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    old, new = BACKWARD_SPILLS[head_dim, causal]
-    assert build.spilled <= (old if IS_OLD else new), build
-
-
-def check_adding(adding: Build, storing: Build, head_dim: int, causal: bool) -> None:
-    """Hold a build that adds gradients of scores to its limits, beside one that stores them."""
-    check_limits(adding, storing, head_dim, causal)
-    # added to memory are dq and the gradients of scores
-    added = adding.sass.count(" UTMAREDG.") - storing.sass.count(" UTMAREDG.")
-    assert added == storing.sass.count(" UTMASTG.") - adding.sass.count(" UTMASTG.") > 0
+        assert adding.kernel == storing.kernel
+        # added to memory are dq and the gradients of scores
+        added = adding.sass.count(" UTMAREDG.") - storing.sass.count(" UTMAREDG.")
+        assert added == storing.sass.count(" UTMASTG.") - adding.sass.count(" UTMASTG.") > 0
 
 
 # ---- numbers

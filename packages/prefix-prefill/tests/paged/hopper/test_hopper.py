@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 from prefix_prefill import api
 from prefix_prefill._linked.host.forms import Memory
 from prefix_prefill._paged import launch as paged_launch
@@ -18,14 +17,14 @@ from prefix_prefill._paged.portable.tile_launch import TilePlan
 from prefix_prefill._paged.tiles import MAX_ROWS, copied_keys, rows_of_page, takes_hopper
 from torch import Tensor
 
-from ..._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting, recording
+from ..._linked.gpus import absent_gpu, chosen, compiling, counting, recording
+from ..._linked.spills import check_builds
 from ..._linked.views import VIEWS
 from ..._numerics import Problem, check, make_case
 from .._aot import Config, launch_attention
 
 HOPPER = "nvidia:sm_90"
 HEAD_DIMS = [64, 128, 256]
-IS_OLD = triton.__version__.startswith("3.6.")
 
 # ---- what it takes
 
@@ -299,14 +298,6 @@ def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
 
 # ---- what it builds into
 
-# Bytes that may be spilled with Triton 3.6 and with later ones: numbers of the copying warp, which
-# has 24 registers, and of the walk between tiles of queries.
-SPILLS = (24, 120)
-# every feature at once: ALiBi's distances in fp32 stand beside the products
-RICH_SPILLS = (40, 192)
-# new keys beside the cache: their maps, and where they begin
-NEW_SPILLS = (32, 120)
-
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
@@ -332,18 +323,11 @@ def test_builds(config, tmp_path):
         launch_attention(config, hopper=True)
     build = builds[-1]
     assert build.kernel == "prefill_kernel"
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    assert not build.unset, build
-    spills = RICH_SPILLS if config.rich else NEW_SPILLS if config.dense else SPILLS
-    assert build.spilled <= spills[not IS_OLD], build
+    check_builds(HOPPER, config, builds)
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     # of each warpgroup four products and as many waits: the assembler has added none of its own
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
-
-
-# three warpgroups have 160 registers; later versions keep columns for tiles that a mask cuts
-TALL_SPILLS = (24, 168)
 
 
 @pytest.mark.aot
@@ -356,58 +340,44 @@ def test_builds_of_three_warpgroups(config, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch_attention(config, 8192, 8, hopper=True)
     build = builds[-1]
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    assert not build.unset, build
-    assert build.spilled <= TALL_SPILLS[not IS_OLD], build
+    check_builds(HOPPER, f"{config} tall", builds)
     assert build.registers == 128
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 12
 
 
-# the consumers have fewer registers beside warpgroups that widen: 200 beside two, up to d128
-WIDE_SPILLS = (32, 200)
-# scales of tokens stand beside the products
-INTEGER_SPILLS = (160, 240)
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("config", "allowed"),
+    "config",
     chosen(
         [
-            (Config(64, cache="float8_e4m3fn"), WIDE_SPILLS),
-            (Config(256, "float16", "float8_e5m2", page=1), (32, 168)),
-            (Config(96, cache="float8_e5m2", page=128), WIDE_SPILLS),
-            (Config(128, cache="float8_e4m3fn", dense=True), WIDE_SPILLS),
-            *((Config(d, cache="uint8"), INTEGER_SPILLS) for d in HEAD_DIMS),
-            *((Config(d, "float16", cache="int8", page=1), INTEGER_SPILLS) for d in HEAD_DIMS),
-            (Config(128, cache="int8", dense=True), INTEGER_SPILLS),
-            (Config(128, cache="int8", rich=True), (160, 392)),
+            Config(64, cache="float8_e4m3fn"),
+            Config(256, "float16", "float8_e5m2", page=1),
+            Config(96, cache="float8_e5m2", page=128),
+            Config(128, cache="float8_e4m3fn", dense=True),
+            *(Config(d, cache="uint8") for d in HEAD_DIMS),
+            *(Config(d, "float16", cache="int8", page=1) for d in HEAD_DIMS),
+            Config(128, cache="int8", dense=True),
+            Config(128, cache="int8", rich=True),
         ],
         [
-            (Config(128, cache="float8_e4m3fn"), WIDE_SPILLS),
-            (Config(128, cache="int8"), (0, 184)),
-            (Config(128, "float16", cache="uint8", dense=True), INTEGER_SPILLS),
+            Config(128, cache="float8_e4m3fn"),
+            Config(128, cache="int8"),
+            Config(128, "float16", cache="uint8", dense=True),
         ],
     ),
     ids=str,
 )
-def test_builds_of_caches_of_fewer_bits(config, allowed, tmp_path):
+def test_builds_of_caches_of_fewer_bits(config, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch_attention(config, hopper=True)
     build = builds[-1]
     assert build.kernel == "prefill_wide_kernel"
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    assert not build.unset, build
-    assert build.spilled <= allowed[not IS_OLD], build
-    # at the start: of five warpgroups, or of four
-    assert build.registers == (128 if config.head_dim <= 128 else 168)
+    check_builds(HOPPER, config, builds)
+    tile = hopper_tile(config.head_dim)
+    assert build.registers == tile.registers(tile.wideners)  # at the start
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
-
-
-# of a warpgroup that widens nearly all
-TWO_SPILLS = (56, 192)
 
 
 @pytest.mark.aot
@@ -425,9 +395,7 @@ def test_builds_of_another_number_of_warpgroups_that_widen(config, tmp_path, mon
     with compiling(HOPPER, tmp_path) as builds:
         launch_attention(config, hopper=True)
     build = builds[-1]
-    assert build.shared <= GPUS[HOPPER].shared_limit, build
-    assert not build.unset, build
-    assert build.spilled <= TWO_SPILLS[not IS_OLD], build
+    check_builds(HOPPER, f"{config} other wideners", builds)
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
 
 
