@@ -291,6 +291,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     given = parser.parse_args()
     found = all_mutations(given.package)
+    if given.file and given.file not in {m.file for m in found}:
+        parser.error(f"--file must be a file that holds kernels, got {given.file!r}")
     drawn = [m for m in found if given.only in m.name and given.file in ("", m.file)]
     chosen = [m for m in sample(drawn, given.seed) if given.kind in m.kind][: given.count]
     if given.list:

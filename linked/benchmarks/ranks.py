@@ -1,24 +1,31 @@
-"""Several GPUs of one machine: their process group, times of calls on all of them, results."""
+"""Several GPUs of one machine: their process group, times of calls on all of them, results.
+
+Times are taken in turns, as GPUs that are hot are slower.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from .results import Row, commit_of, describe
 
 WARM_UP, REPEATS = 3, 7
-
-Row = dict[str, Any]
+# of the norm of what is compared; of a row's, and the mean one's, ten times as much
+LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
 
 @contextlib.contextmanager
@@ -80,6 +87,42 @@ def milliseconds(function: Callable[[], Any], device: torch.device, calls: int) 
     return float(longest)
 
 
+class Way(NamedTuple):
+    """A way to compute on this rank: a function of its leaves, and the gradient of its result.
+
+    ``cut`` takes a rank's part of what is whole.
+    """
+
+    function: Callable[..., Tensor]
+    leaves: list[Tensor]
+    dout: Tensor
+    cut: Callable[[Tensor], Tensor] = lambda x: x
+
+
+def way_of(function: Callable[..., Tensor], given: Sequence[Tensor], **more: Any) -> Way:
+    """Return a way on tensors of its own: inputs, and the gradient of the output."""
+    *inputs, dout = (x.detach().contiguous() for x in given)
+    return Way(function, [x.requires_grad_() for x in inputs], dout, **more)
+
+
+def differentiate(way: Way) -> list[Tensor]:
+    """Return the output and the gradients."""
+    out = way.function(*way.leaves)
+    return [out.detach(), *torch.autograd.grad(out, way.leaves, way.dout)]
+
+
+def time_passes(ways: list[Way], device: torch.device) -> list[list[float]]:
+    """Return the times of both passes in ms, for each of the ways."""
+
+    def back(way: Way, out: Tensor) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(out, way.leaves, way.dout, retain_graph=True)
+
+    with torch.no_grad():
+        ahead = in_turns([functools.partial(way.function, *way.leaves) for way in ways], device)
+    backs = in_turns([back(way, way.function(*way.leaves)) for way in ways], device)
+    return [list(pair) for pair in zip(ahead, backs, strict=True)]
+
+
 def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """Put a call into a CUDA graph; return its replay, and what the call returned."""
     stream = torch.cuda.Stream()
@@ -94,23 +137,42 @@ def captured(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return graph.replay, result
 
 
-def machine(device: torch.device) -> Row:
-    """Say what is measured on, and of which commit."""
-    import triton
+class WrongResultError(RuntimeError):
+    """A result is not that of one GPU."""
 
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+def check(name: str, got: Iterable[Tensor], want: Iterable[Tensor], of_rows: bool = True) -> None:
+    """Raise ``WrongResultError`` unless results are those of one GPU, and each of their rows is."""
+    for number, (x, y) in enumerate(zip(got, want, strict=True)):
+        if x.shape != y.shape:
+            raise WrongResultError(
+                f"{name}: result {number} has shape {[*x.shape]}, not {[*y.shape]}"
+            )
+        off, size = (t.float().norm(dim=-1) for t in (x.float() - y.float(), y))
+        error = float(off.norm() / size.norm().clamp(min=1e-30))
+        of_row = float((off / (size + size.mean()).clamp(min=1e-30)).max()) if of_rows else 0.0
+        # NaN passes no comparison
+        if not (error <= LIMITS[y.dtype] and of_row <= 10 * LIMITS[y.dtype]):
+            raise WrongResultError(f"{name}: result {number} is off by {error}, a row by {of_row}")
+
+
+def machine(package: str, device: torch.device) -> Row:
+    """Say what is measured on, and of which commit."""
     is_gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        **describe(package, device.type, commit_of(Path(__file__).parent)),
         "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
         "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0",
-        "commit": commit or None,
-        "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark of several GPUs."""
+    made = argparse.ArgumentParser(description=about.split("\n")[0])
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--json", type=Path, help="a file for the results")
+    return made
 
 
 class Results:

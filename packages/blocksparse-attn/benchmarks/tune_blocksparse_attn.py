@@ -2,28 +2,23 @@
 
     python benchmarks/tune_blocksparse_attn.py --kernels tall,dkdv --json tiles.json
 
-Tiles are written ``queries x keys x warps x stages``. Every tile's result is compared with that of
-the table's own before it is timed. Processes compile first, as many as there are cores. The tables
-are those of the portable kernels: on Hopper, another serves the forward of most calls.
+The tables are those of the portable kernels: on Hopper, another serves the forward of most calls.
+See ``_linked/tune.py`` for how candidates are compiled, compared and timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
-import statistics
+import contextlib
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
-from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
-from blocksparse_attn._attention import tiles
-from blocksparse_attn._attention.tiles import Tile
-from timing import measure
+from _linked.providers import replaced
+from _linked.tune import Tile, Trial, Tuner
+from blocksparse_attn._attention import tiles as attention_tiles
+from cases import Problem, problem
+from checks import judge, make_inputs, reference
+from providers import PROVIDERS
 
 TABLES = {
     "tall": "_TALL",
@@ -32,6 +27,7 @@ TABLES = {
     "dkdv": "_BACKWARD_DKDV",
     "dq": "_BACKWARD_DQ",
 }
+# queries, keys, warps, stages
 TILES: dict[str, list[tuple[int, int, int, int]]] = {
     "tall": [
         (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2),
@@ -49,142 +45,68 @@ TILES: dict[str, list[tuple[int, int, int, int]]] = {
         (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 3),
     ],
 }  # fmt: skip
-ALL = ("tall", "dkdv", "dq")
-tiles.HOPPER = False
-
-
-class Case(NamedTuple):
-    """A local and strided pattern, and the kernels that are of interest there."""
-
-    name: str
-    kernels: tuple[str, ...]
-    tokens: int
-    batch: int
-    block: int
-    local: int
-    stride: int
-    shared: bool = False
-
-
-CASES = [
-    Case("strided-8k", ALL, 8192, 1, 64, 16, 8),
-    Case("strided-32k", ALL, 32768, 1, 64, 16, 8),
-    Case("shared-8k", ALL, 8192, 1, 64, 16, 8, True),
-    Case("dense-8k", ALL, 8192, 1, 64, 128, 1, True),
-    Case("block128-8k", ALL, 8192, 1, 128, 8, 8),
-    Case("block32-8k", ALL, 8192, 1, 32, 32, 8),
-    Case("block16-8k", ALL, 8192, 1, 16, 64, 8),
-    Case("decode-16-8", ("short",), 8192, 32, 64, 16, 8),
-    Case("decode-8-16", ("short",), 8192, 32, 64, 8, 16),
+FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
+PREFILL = [
+    problem("strided", 8192, 64, local=16, stride=8),
+    problem("strided", 32768, 64, local=16, stride=8),
+    problem("shared", 8192, 64, local=16, stride=8, homo=True),
+    problem("dense", 8192, 64, local=128, stride=1, homo=True),
+    problem("strided", 8192, 128, local=8, stride=8),
+    problem("strided", 8192, 32, local=32, stride=8),
+    problem("strided", 8192, 16, local=64, stride=8),
+]
+DECODE = [
+    problem("decode", 8192, 64, local=local, stride=stride, batch=32, queries=1)
+    for local, stride in ((16, 8), (8, 16))
 ]
 
 
-def use(kernel: str, tile: tuple[int, int, int, int] | None, saved: dict[str, Any]) -> None:
-    """Put a tile into a table, for all head dimensions; None puts the table back."""
-    table = getattr(tiles, TABLES[kernel])
-    table["hopper"] = saved[kernel] if tile is None else ((256, Tile(*tile)),)
-    for cached in (
-        tiles.tall_shape,
-        tiles.backward_dq_shape,
-        tiles.short_shape,
-        tiles.backward_dkdv_tile,
-    ):
-        cached.cache_clear()
-
-
-def runner(case: Case, backward: bool) -> Callable[[], Any]:
-    """Return what is timed."""
-    tokens, batch = case.tokens, case.batch
-    generator = torch.Generator(device="cuda").manual_seed(0)
-
-    def draw(count: int, heads: int) -> torch.Tensor:
-        shape = (batch, count, heads, 128)
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-
-    layout = BlockSparseLayout.local_strided(32, tokens, *case[4:], device="cuda")
-    q, k, v = draw(1 if batch > 1 else tokens, 32), draw(tokens, 8), draw(tokens, 8)
-    if not backward:
-        return lambda: (blocksparse_attn_func(q, k, v, layout),)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = blocksparse_attn_func(*leaves, layout)
-    dout = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
-def attempt(job: tuple[str, Any, Any], rep: float | None, want: Any = None) -> Any:
-    """Run, compare and time one tile; a process that compiles has no ``rep``."""
-    kernel, tile, case = job
-    saved = {
-        name: getattr(tiles, table)["hopper"]
-        for name, table in TABLES.items()
-        if "hopper" in getattr(tiles, table)
+class BlockSparseTuner(Tuner):
+    package = "blocksparse_attn"
+    tiles = {k: [dict(zip(FIELDS, t, strict=True)) for t in found] for k, found in TILES.items()}
+    problems = {
+        kernel: [
+            (p, replace(p, seqlen=2048, batch=min(p.batch, 2)))
+            for p in (DECODE if kernel == "short" else PREFILL)
+        ]
+        for kernel in TILES
     }
-    use(kernel, tile, saved) if tile else None
-    try:
-        run = runner(case, kernel in ("dkdv", "dq"))
-        torch.manual_seed(0)
-        results = run()
-        torch.cuda.synchronize()
-        if rep is None:
-            return None
-        worst = 0.0
-        for got, exact in zip(results, want or results, strict=True):
-            worst = max(worst, ((got - exact).float().norm() / exact.float().norm()).item())
-        times = [measure(run, "cuda", rep) for _ in range(3)]
-        return statistics.median(times), worst, results
-    except Exception as error:  # a tile that does not fit is a result
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-    finally:
-        use(kernel, None, saved)
+
+    @contextlib.contextmanager
+    def use(self, kernel: str, tile: Tile | None) -> Iterator[None]:
+        table = getattr(attention_tiles, TABLES[kernel])
+        changed = table
+        if tile is not None:
+            changed = {family: ((256, attention_tiles.Tile(**tile)),) for family in table}
+        before = dict(table)
+        with replaced((attention_tiles, "HOPPER", False)):
+            try:
+                table.update(changed)
+                forget()
+                yield
+            finally:
+                table.update(before)
+                forget()
+
+    def trial(self, kernel: str, problem: Problem, device: str) -> Trial:
+        one = "bwd" if kernel in ("dkdv", "dq") else "fwd"
+        problem = problem.shrunk() if device == "cpu" else problem
+        inputs = make_inputs(problem, device)
+        prepared = PROVIDERS["ours"].prepare(problem, inputs, (one,))
+        expected = reference(problem, inputs, (one,))
+        return Trial(
+            prepared.calls[one],
+            lambda got: judge(problem, one, got, expected),
+            problem.flops(one),
+        )
 
 
-def compile_only(job: tuple[str, Any, Any]) -> None:
-    attempt(job, None)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kernels", default=",".join(TILES))
-    parser.add_argument("--cases", default="", help="comma-separated parts of names; default: all")
-    parser.add_argument("--rep", type=float, default=20.0, help="milliseconds a measurement")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    parts = [part for part in arguments.cases.split(",") if part]
-    jobs = [
-        (kernel, tile, case)
-        for case in CASES
-        if not parts or any(part in case.name for part in parts)
-        for kernel in arguments.kernels.split(",")
-        if kernel in case.kernels
-        for tile in (None, *TILES[kernel])
-    ]
-    # one case of each kind of build
-    builds = {
-        (kernel, tile, case.block, case.shared): (kernel, tile, case)
-        for kernel, tile, case in reversed(jobs)
-    }
-    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-        pool.map(compile_only, list(builds.values()), chunksize=1)
-    rows, want = [], None
-    for kernel, tile, case in jobs:
-        if tile is None:
-            want = None
-        outcome = attempt((kernel, tile, case), arguments.rep, want)
-        shown = "table" if tile is None else "x".join(map(str, tile))
-        row: dict[str, Any] = {"case": case.name, "kernel": kernel, "tile": shown}
-        if isinstance(outcome, str):
-            row["failed"] = outcome
-        else:
-            row["ms"], row["error"], results = outcome
-            want = results if tile is None else want
-        rows.append(row)
-        print(*row.values(), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+def forget() -> None:
+    """Forget what was looked up in the tables."""
+    for found in vars(attention_tiles).values():
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BlockSparseTuner(__doc__, __file__).main())

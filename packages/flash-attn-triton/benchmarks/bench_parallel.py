@@ -20,18 +20,32 @@ NVLink multicast stays off unless NCCL_NVLS_ENABLE is set.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from _linked.ranks import Results, Row, captured, in_turns, joined, machine
+from _linked.plot import Panel, Series, draw
+from _linked.ranks import (
+    Results,
+    Row,
+    Way,
+    WrongResultError,
+    captured,
+    check,
+    differentiate,
+    in_turns,
+    joined,
+    machine,
+    parser,
+    time_passes,
+    way_of,
+)
 from flash_attn_triton import distributed, flash_attn_func, flash_attn_varlen_func
-from parallel_plot import draw_plot
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -39,55 +53,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
 MIX = (8192, 4096, 2048, 1024, 512, 512)
-# of the norm of what is compared; of a row's, and the mean one's, ten times as much
-LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-
-
-class Work(NamedTuple):
-    """Inputs and what they come to, on all ranks alike: ``[1, tokens, heads, head_dim]``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    # out, dq, dk, dv
-    results: list[Tensor]
-
-
-class Way(NamedTuple):
-    """A way to compute on this rank: a function of its leaves.
-
-    ``cut`` takes a rank's part of what is whole.
-    """
-
-    function: Callable[..., Tensor]
-    leaves: list[Tensor]
-    dout: Tensor
-    cut: Callable[[Tensor], Tensor]
-
-
-def differentiate(way: Way) -> list[Tensor]:
-    """Return the output and the gradients."""
-    out = way.function(*way.leaves)
-    return [out.detach(), *torch.autograd.grad(out, way.leaves, way.dout)]
-
-
-class WrongResultError(RuntimeError):
-    """A result is not that of the plain function."""
-
-
-def check(name: str, got: list[Tensor], want: list[Tensor]) -> None:
-    """Raise ``WrongResultError`` unless an output and gradients are those of the plain function."""
-    for result, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        if x.shape != y.shape:
-            raise WrongResultError(
-                f"{name}: {result} has shape {list(x.shape)}, not {list(y.shape)}"
-            )
-        off, size = (t.float().norm(dim=-1) for t in (x.float() - y.float(), y))
-        error = float(off.norm() / size.norm().clamp(min=1e-30))
-        of_row = float((off / (size + size.mean()).clamp(min=1e-30)).max())
-        if not (error <= LIMITS[y.dtype] and of_row <= 10 * LIMITS[y.dtype]):
-            raise WrongResultError(f"{name}: {result} is off by {error}, a row by {of_row}")
 
 
 def peak_of(way: Way, device: torch.device) -> int | None:
@@ -101,16 +66,9 @@ def peak_of(way: Way, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure(ways: list[Way], device: torch.device) -> list[list[float]]:
-    """Return the times of both passes in ms, for each of the ways."""
-
-    def back(way: Way, out: Tensor) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(out, way.leaves, way.dout, retain_graph=True)
-
-    with torch.no_grad():
-        ahead = in_turns([functools.partial(way.function, *way.leaves) for way in ways], device)
-    backs = in_turns([back(way, way.function(*way.leaves)) for way in ways], device)
-    return [list(pair) for pair in zip(ahead, backs, strict=True)]
+def own(x: Tensor, **options: Any) -> Tensor:
+    """Return this rank's part of what is whole."""
+    return distributed.shard(x, dist.get_world_size(), dist.get_rank(), **options)
 
 
 class AllGather(torch.autograd.Function):
@@ -125,112 +83,87 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ranks = dist.get_world_size()
-        parts = [distributed.shard(grad, ranks, rank).contiguous() for rank in range(ranks)]
-        own = torch.empty_like(parts[0])
         if dist.get_backend() == "gloo":
             # which has no reduce-scatter of lists
             dist.all_reduce(grad := grad.contiguous())
-            return distributed.shard(grad, ranks, dist.get_rank())
-        dist.reduce_scatter(own, parts)
-        return own
+            return own(grad)
+        ranks = dist.get_world_size()
+        parts = [distributed.shard(grad, ranks, rank).contiguous() for rank in range(ranks)]
+        found = torch.empty_like(parts[0])
+        dist.reduce_scatter(found, parts)
+        return found
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute with the keys of all ranks, gathered first: a call for each run of queries."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     both: Any = AllGather.apply(torch.cat([k, v], -1))
-    keys, values = both.split(HEAD_DIM, -1)
     half = q.shape[1] // 2
-    parts = []
-    for part, own in ((rank, q[:, :half]), (2 * ranks - 1 - rank, q[:, half:])):
-        end = (part + 1) * half
-        out = flash_attn_func(own, keys[:, :end], values[:, :end], causal=True)
-        assert isinstance(out, Tensor)
-        parts.append(out)
+    parts: list[Any] = []
+    for part, rows in ((rank, q[:, :half]), (2 * ranks - 1 - rank, q[:, half:])):
+        keys, values = both[:, : (part + 1) * half].split(HEAD_DIM, -1)
+        parts.append(flash_attn_func(rows, keys, values, causal=True))
     return torch.cat(parts, 1)
 
 
-def leaves_of(work: Work, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return [cut(x).contiguous().requires_grad_() for x in work[:3]]
-
-
 @contextlib.contextmanager
-def ours(work: Work, deterministic: bool = False, **_: Any) -> Iterator[Way]:
+def ours(every: list[Tensor], deterministic: bool = False, **_: Any) -> Iterator[Way]:
     """The functions of this package."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-
-    def cut(x: Tensor) -> Tensor:
-        return distributed.shard(x, ranks, rank)
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return distributed.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
-
-    yield Way(function, leaves_of(work, cut), cut(work.dout), cut)
+    options = {"causal": True, "deterministic": deterministic}
+    function = functools.partial(distributed.flash_attn_func, **options)
+    yield way_of(function, [own(x) for x in every], cut=own)
 
 
 @contextlib.contextmanager
-def all_gather(work: Work, **_: Any) -> Iterator[Way]:
+def all_gather(every: list[Tensor], **_: Any) -> Iterator[Way]:
     """Our kernel on keys that are gathered first."""
-    with ours(work) as way:
+    with ours(every) as way:
         yield way._replace(function=gathered)
 
 
 @contextlib.contextmanager
-def torch_parallel(work: Work, backend: SDPBackend, repeats: bool) -> Iterator[Way]:
+def torch_parallel(every: list[Tensor], backend: SDPBackend, repeats: bool) -> Iterator[Way]:
     """PyTorch's, which cuts heads-first buffers where they lie."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh(work.q.device.type, (ranks,))
-    buffers = [x.transpose(1, 2).contiguous() for x in work[:4]]
-
-    def cut(x: Tensor) -> Tensor:
-        return distributed.shard(x.transpose(1, 2), ranks, rank, dim=2)
+    mesh = init_device_mesh(every[0].device.type, (dist.get_world_size(),))
+    buffers = [x.transpose(1, 2).contiguous() for x in every]
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if repeats:
             k, v = (x.repeat_interleave(HEADS_Q // HEADS_K, 1) for x in (k, v))
-        return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=not repeats
-        )
+        options = {"is_causal": True, "enable_gqa": not repeats}
+        return functional.scaled_dot_product_attention(q, k, v, **options)
 
     whole = set(buffers)
     with (
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=whole),
         sdpa_kernel([backend]),
     ):
-        q, k, v, dout = buffers
-        yield Way(function, [x.detach().requires_grad_() for x in (q, k, v)], dout, cut)
+        leaves = [x.detach().requires_grad_() for x in buffers[:3]]
+        yield Way(function, leaves, buffers[3], lambda x: own(x.transpose(1, 2), dim=2))
 
 
 @contextlib.contextmanager
-def torch_ours(work: Work, backend: SDPBackend, repeats: bool) -> Iterator[Way]:
+def torch_ours(every: list[Tensor], backend: SDPBackend, repeats: bool) -> Iterator[Way]:
     """PyTorch's, with our kernels registered."""
     from flash_attn_triton.integrations import torch as integration
 
     with (
         integration.register(),
-        torch_parallel(work, SDPBackend.FLASH_ATTENTION, repeats) as way,
+        torch_parallel(every, SDPBackend.FLASH_ATTENTION, repeats) as way,
     ):
         yield way
 
 
 @contextlib.contextmanager
-def heads(work: Work, **_: Any) -> Iterator[Way]:
+def heads(every: list[Tensor], **_: Any) -> Iterator[Way]:
     """The functions of this package, with heads in place of tokens distributed while they run."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
     alone, _ = dist.new_subgroups(1)
-
-    def cut(x: Tensor) -> Tensor:
-        return distributed.shard(x, ranks, rank, shard="contiguous")
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return distributed.flash_attn_func(
-            q, k, v, causal=True, group=alone, head_group=dist.group.WORLD
-        )
-
-    yield Way(function, leaves_of(work, cut), cut(work.dout), cut)
+    groups = {"group": alone, "head_group": dist.group.WORLD}
+    function = functools.partial(distributed.flash_attn_func, causal=True, **groups)
+    cut = functools.partial(own, shard="contiguous")
+    yield way_of(function, [cut(x) for x in every], cut=cut)
     dist.destroy_process_group(alone)
 
 
@@ -243,7 +176,11 @@ WAYS: dict[str, Callable[..., contextlib.AbstractContextManager[Way]]] = {
 }
 
 
-def draw(tokens: int, device: torch.device) -> list[Tensor]:
+# one sequence on one GPU
+plain_dense = functools.partial(flash_attn_func, causal=True)
+
+
+def draw_inputs(tokens: int, device: torch.device) -> list[Tensor]:
     """Return q, k, v and the gradient of the output, the same on every rank."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     g = torch.Generator(device).manual_seed(0)
@@ -263,22 +200,10 @@ def mix_of(tokens: int, ranks: int) -> list[int]:
     return lengths
 
 
-def some_heads(x: list[Tensor]) -> list[Tensor]:
-    """Return 1 / n of the heads."""
-    heads = max(1, HEADS_K // dist.get_world_size())
-    group = HEADS_Q // HEADS_K
-    return [t[:, :, : heads * (group if t.shape[2] == HEADS_Q else 1)].contiguous() for t in x]
-
-
-def plain_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """Compute one sequence on one GPU."""
-    return flash_attn_func(q, k, v, causal=True)
-
-
 def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[Row]:
     """Measure one sequence of so many tokens a rank."""
-    every = draw(tokens * dist.get_world_size(), device)
-    work = Work(*every, whole_results(plain_dense, every))
+    every = draw_inputs(tokens * dist.get_world_size(), device)
+    results = differentiate(way_of(plain_dense, every))
     rows = []
     for name in names:
         is_rival = name.startswith("torch")
@@ -288,8 +213,8 @@ def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[R
             if is_rival:
                 row["repeats_keys"] = repeats
             try:
-                with WAYS[name](work, backend=SDPBackend.CUDNN_ATTENTION, repeats=repeats) as way:
-                    check(f"dense, {name}", differentiate(way), [way.cut(x) for x in work.results])
+                with WAYS[name](every, backend=SDPBackend.CUDNN_ATTENTION, repeats=repeats) as way:
+                    check(f"dense, {name}", differentiate(way), [way.cut(x) for x in results])
                     add_times(row, way, plain_way(plain_dense, every), device)
                 break
             except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
@@ -329,29 +254,25 @@ def packed_ways(tokens: int, device: torch.device) -> tuple[Way, Way, list[Tenso
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return distributed.flash_attn_varlen_func(q, k, v, plan)
 
-    every = draw(tokens * ranks, device)
-    work = Work(*every, whole_results(plain, every))
-    way = Way(function, leaves_of(work, cut), cut(work.dout), cut)
+    every = draw_inputs(tokens * ranks, device)
+    way = way_of(function, [cut(x) for x in every], cut=cut)
     row: Row = {"case": "packed", "way": "ours", "lengths": lengths}
     row["pairs_over_mean"] = max(plan.layout.pairs) * ranks / sum(plan.layout.pairs)
-    return way, plain_way(plain, every), [cut(x) for x in work.results], row
-
-
-def whole_results(plain: Callable[..., Tensor], every: list[Tensor]) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in every[:3]]
-    return differentiate(Way(plain, leaves, every[3], lambda x: x))
+    return way, plain_way(plain, every), [cut(x) for x in differentiate(way_of(plain, every))], row
 
 
 def plain_way(plain: Callable[..., Tensor], every: list[Tensor]) -> Way:
     """Return what one GPU does with its share of the heads."""
-    some = some_heads(every)
-    return Way(plain, [x.requires_grad_() for x in some[:3]], some[3], lambda x: x)
+    heads = max(1, HEADS_K // dist.get_world_size())
+    group = HEADS_Q // HEADS_K
+    some = [x[:, :, : heads * (group if x.shape[2] == HEADS_Q else 1)] for x in every]
+    return way_of(plain, some)
 
 
 def add_times(row: Row, way: Way, one: Way, device: torch.device) -> None:
     """Add the times of a way, and of one GPU."""
     row["peak_bytes"] = peak_of(way, device)
-    base, row["ms"] = measure([one, way], device)
+    base, row["ms"] = time_passes([one, way], device)
     row["one_gpu_ms"] = of_all_heads(base, one)
     row["share"] = [x / y for x, y in zip(row["one_gpu_ms"], row["ms"], strict=True)]
 
@@ -364,8 +285,8 @@ def of_all_heads(ms: list[float], one: Way) -> list[float]:
 
 def measure_in_graphs(tokens: int, device: torch.device) -> list[Row]:
     """Measure both cases in CUDA graphs."""
-    every = draw(tokens * dist.get_world_size(), device)
-    with ours(Work(*every, [])) as way:
+    every = draw_inputs(tokens * dist.get_world_size(), device)
+    with ours(every) as way:
         dense = in_graphs("dense", way, plain_way(plain_dense, every), device)
     way, one, *_ = packed_ways(tokens, device)
     return [dense, in_graphs("packed", way, one, device)]
@@ -397,8 +318,8 @@ def in_graphs(case: str, way: Way, one: Way, device: torch.device) -> Row:
 def capture(tokens: int, device: torch.device) -> Row:
     """Put both passes into a graph, and hold its gradients to those of a call, bit for bit."""
     row: Row = {"case": "dense", "way": "graph"}
-    work = Work(*draw(tokens * dist.get_world_size(), device), [])
-    with ours(work, deterministic=True) as way:
+    every = draw_inputs(tokens * dist.get_world_size(), device)
+    with ours(every, deterministic=True) as way:
         want = differentiate(way)
         try:
             replay, got = captured(lambda: differentiate(way))
@@ -410,22 +331,42 @@ def capture(tokens: int, device: torch.device) -> Row:
     return row
 
 
+def plot(path: Path, files: list[Path]) -> None:
+    """Draw the share of one GPU's speed over tokens a GPU: a column a file, a line a pass."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    panels = []
+    for number, word in enumerate(("forward", "backward")):
+        for one in found:
+            shares: dict[str, dict[int, float]] = {}
+            for row in one["results"]:
+                if "share" in row:
+                    name = f"{row['case']}, {row['way']}"
+                    shares.setdefault(name, {})[row["tokens"]] = row["share"][number]
+            series = [
+                Series(name, points, f"C{i}") for i, (name, points) in enumerate(shares.items())
+            ]
+            title = f"{one['machine']['ranks']} ranks, {word}"
+            panels.append(Panel(title, series, "share of one GPU's speed", "tokens a rank", False))
+    where = found[0]["machine"]
+    note = f"{where['device']}, torch {where['torch']}, Triton {where['triton']}, {where['date']}"
+    draw(panels, path, len(found), "Attention across GPUs", note)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="a file for the results")
-    parser.add_argument("--plot", type=Path, help="draw files of results, and measure nothing")
-    parser.add_argument("files", nargs="*", type=Path, help="with --plot: what --json wrote")
-    args = parser.parse_args()
+    made = parser(__doc__ or "")
+    made.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    made.add_argument("--plot", type=Path, help="draw files of results, and measure nothing")
+    made.add_argument("files", nargs="*", type=Path, help="with --plot: what --json wrote")
+    args = made.parse_args()
     if args.plot:
-        draw_plot(args.plot, args.files)
+        plot(args.plot, args.files)
         return
     if any(tokens < 2 or tokens % 2 for tokens in args.tokens):
-        parser.error("--tokens must be even: the rivals take parts of one length")
+        made.error("--tokens must be even: the rivals take parts of one length")
     with joined(args.device) as device:
-        results = Results({**machine(device), "heads": [HEADS_Q, HEADS_K, HEAD_DIM]}, args.json)
+        heads = {"heads": [HEADS_Q, HEADS_K, HEAD_DIM]}
+        results = Results({**machine("flash_attn_triton", device), **heads}, args.json)
 
         def keep(rows: list[Row], tokens: int) -> None:
             for row in rows:

@@ -1,12 +1,14 @@
-"""The problems that the benchmark measures: shapes, work and memory traffic. Needs no torch."""
+"""The problems that the benchmark measures: shapes, work and memory traffic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass, replace
+from typing import Any
+
+from _linked.cases import Case
 
 PASSES = ("fwd", "bwd")
-
 # tokens and heads x head_dim of the dense grid
 GRID_TOKENS = 16_384
 GRID_WIDTH = 2_048
@@ -17,12 +19,10 @@ _LSE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One attention problem of self-attention lengths; its passes are the cases.
+class Problem(Case):
+    """One attention problem of self-attention lengths.
 
     Attributes:
-        name: Unique; a case is called ``<name>-fwd`` or ``<name>-bwd``.
-        family: One of ``RIVALS``; means are taken per family and pass.
         lengths: Length of every sequence; of a tree, the prompt's and its answers'.
         heads_q: Query heads.
         heads_k: Key and value heads.
@@ -45,8 +45,6 @@ class Problem:
         tree: Whether the sequences after the first are answers that see all of it; packed, causal.
     """
 
-    name: str
-    family: str
     lengths: tuple[int, ...]
     heads_q: int
     heads_k: int
@@ -91,6 +89,10 @@ class Problem:
         return len(set(self.lengths)) == 1
 
     @property
+    def fp8(self) -> bool:
+        return self.dtype == "fp8"
+
+    @property
     def bias_shape(self) -> tuple[int, int, int, int]:
         """Return ``[batch, heads, seqlen, seqlen]``, 1 where the bias is broadcast."""
         batch = 1 if self.bias == "batch" else self.batch
@@ -105,28 +107,22 @@ class Problem:
         """
         own = sum((self.queries or length) * length for length in self.lengths)
         pairs = own * (0.5 if self.causal else 1.0)
-        if self.tree:
-            pairs += sum(self.lengths[1:]) * self.lengths[0]
-        return pairs
+        return pairs + (sum(self.lengths[1:]) * self.lengths[0] if self.tree else 0)
 
-    def case(self, direction: str) -> str:
-        """Return the name of the case of one pass."""
-        return f"{self.name}-{direction}"
-
-    def flops(self, direction: str) -> float:
+    def flops(self, one: str) -> float:
         """Return two operations per pair and product: two products forward, five backward."""
-        over_d, over_dv = (1, 1) if direction == "fwd" else (3, 2)
+        over_d, over_dv = (1, 1) if one == "fwd" else (3, 2)
         width = over_d * self.head_dim + over_dv * self.head_dim_v
         return 2.0 * self.pairs * self.heads_q * width
 
-    def bytes(self, direction: str) -> float:
+    def bytes(self, one: str) -> float:
         """Return the fewest bytes of a pass: each input read once, each output written once."""
         q, out = (self.tokens_q * self.heads_q * d for d in (self.head_dim, self.head_dim_v))
         k, v = (self.tokens * self.heads_k * d for d in (self.head_dim, self.head_dim_v))
         batch, heads, rows, columns = self.bias_shape
         bias = _OUTPUT_BYTES * batch * heads * rows * columns if self.bias else 0
         lse = _LSE_BYTES * self.tokens_q * self.heads_q
-        if direction == "fwd":
+        if one == "fwd":
             return _INPUT_BYTES[self.dtype] * (q + k + v) + _OUTPUT_BYTES * out + lse + bias
         # reads q, k, v, out, dout, lse and the bias; writes dq, dk, dv, and the bias's gradient
         return _OUTPUT_BYTES * 2 * (q + k + v + out) + lse + bias * (1 + self.learned)
@@ -137,8 +133,12 @@ class Problem:
             return replace(self, lengths=(self.tokens,), tree=False, packed=False)
         if self.learned:
             return replace(self, learned=False)
-        plain = {"bias": "", "dropout": 0.0, "alibi": False, "used": False, "dtype": "bf16"}
-        return replace(self, deterministic=False, invariant=False, **plain)  # type: ignore[arg-type]
+        plain: dict[str, Any] = {"bias": "", "dropout": 0.0, "alibi": False, "used": False}
+        return replace(self, deterministic=False, invariant=False, dtype="bf16", **plain)
+
+    def kind(self) -> Problem:
+        """Return what problems of the same kernels have in common."""
+        return replace(self, name="", family="", lengths=(), passes=())
 
     def shrunk(self) -> Problem:
         """Return a problem of the same kind that a CPU does in no time, for dry runs."""
@@ -149,183 +149,80 @@ class Problem:
         return replace(self, lengths=lengths, heads_q=heads_q, heads_k=heads_k, queries=queries)
 
 
-def _mask(causal: bool) -> str:
-    return "causal" if causal else "full"
-
-
-def _dense(
-    name: str, family: str, seqlen: int, head_dim: int, causal: bool, **more: object
-) -> Problem:
+def dense(name: str, seqlen: int, d: int, causal: bool, family: str = "", **more: Any) -> Problem:
     """Return a problem of 16k tokens whose heads x head_dim is that of the grid, or just below."""
-    heads = GRID_WIDTH // head_dim
+    heads = GRID_WIDTH // d
     lengths = (seqlen,) * (GRID_TOKENS // seqlen)
-    name = f"{name}-d{head_dim}-s{seqlen}-{_mask(causal)}"
-    return Problem(name, family, lengths, heads, heads, head_dim, causal, **more)  # type: ignore[arg-type]
+    name, family = f"{name}-d{d}-s{seqlen}-{_MASKS[causal]}", family or name
+    return Problem(name, family, lengths, heads, heads, d, causal, **more)
 
 
-def _grid() -> list[Problem]:
-    return [
-        _dense("dense", "grid", seqlen, head_dim, causal)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-        for seqlen in (1024, 4096, 16_384)
-    ]
+def grid(
+    name: str,
+    dims: tuple[int, ...],
+    seqlens: tuple[int, ...] = (4096, 16_384),
+    family: str = "",
+    masks: tuple[bool, ...] = (False, True),
+    **more: Any,
+) -> list[Problem]:
+    """Return dense problems of each head dimension, mask and length."""
+    every = itertools.product(dims, masks, seqlens)
+    return [dense(name, seqlen, d, causal, family, **more) for d, causal, seqlen in every]
 
 
-def _long() -> list[Problem]:
-    return [
-        Problem(f"dense-b4-d128-s8192-{_mask(causal)}", "long", (8192,) * 4, 16, 16, 128, causal)
-        for causal in (False, True)
-    ]
+def grouped(name: str, family: str, lengths: tuple[int, ...], **more: Any) -> Problem:
+    """Return a packed causal problem of 32 query heads and 8 of keys."""
+    options = {"causal": True, "packed": True, **more}
+    return Problem(name, family, lengths, 32, 8, 128, **options)
 
 
-def _packed() -> list[Problem]:
-    lengths = {
-        "mixed": (8192, 4096, 2048, 1024, 512, 512),
-        "4x4096": (4096,) * 4,
-        "64x256": (256,) * 64,
-    }
-    return [
-        Problem(f"packed-gqa-d128-{name}-causal", "packed", which, 32, 8, 128, True, packed=True)
-        for name, which in lengths.items()
-    ]
+_MASKS = ("full", "causal")
+_MIXED = (8192, 4096, 2048, 1024, 512, 512)
+_PACKED = {"mixed": _MIXED, "4x4096": (4096,) * 4, "64x256": (256,) * 64}
+# the name says what of [batch, heads, seqlen, seqlen] a bias has
+_BIASES = [(d, s, over) for d in (64, 128) for s, over in (("h", "batch"), ("b", "heads"))]
+_FORWARD: dict[str, Any] = {"passes": ("fwd",)}
+_BACKWARD: dict[str, Any] = {"passes": ("bwd",)}
+_FEW = (8192,) * 32, 32, 4, 128, False
+_LONG = (8192,) * 4, 16, 16, 128
 
-
-def _few() -> list[Problem]:
-    return [
-        Problem(
-            name=f"few-gqa-d128-q{queries}-k8192",
-            family="few",
-            lengths=(8192,) * 32,
-            heads_q=32,
-            heads_k=4,
-            head_dim=128,
-            causal=False,
-            passes=("fwd",),
-            queries=queries,
-        )
-        for queries in (1, 16)
-    ]
-
-
-def _fp8() -> list[Problem]:
-    return [
-        _dense("fp8", "fp8", seqlen, 128, causal, dtype="fp8", passes=("fwd",))
-        for causal in (False, True)
-        for seqlen in (4096, 16_384)
-    ]
-
-
-def _dims() -> list[Problem]:
-    """Head dims beside the powers of two."""
-    dims = [(d, 0) for d in (72, 80, 96, 112, 160, 192)] + [(192, 128)]
-    return [
-        _dense(
-            f"dims-v{values}" if values else "dims", "dims", seqlen, head_dim, causal, values=values
-        )
-        for head_dim, values in dims
-        for causal in (False, True)
-        for seqlen in (4096, 16_384)
-    ]
-
-
-def _dropout() -> list[Problem]:
-    return [
-        _dense("dropout", "dropout", 4096, head_dim, causal, dropout=0.1)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-    ]
-
-
-def _bias() -> list[Problem]:
-    """Additive biases; the name says what of ``[batch, heads, seqlen, seqlen]`` they have."""
-    shapes = [
-        (d, shape, over) for d in (64, 128) for shape, over in (("h", "batch"), ("b", "heads"))
-    ]
-    given = [_dense(f"bias-{s}", "bias", 4096, d, False, bias=over) for d, s, over in shapes]
-    more = {"learned": True, "passes": ("bwd",)}
-    learned = [
-        _dense(f"dbias-{s}", "dbias", 4096, d, False, bias=over, **more) for d, s, over in shapes
-    ]
-    return given + learned
-
-
-def _extras() -> list[Problem]:
-    """Features that the kernel itself must hide; beside the same without them."""
-    both = [(d, causal) for d in (64, 128) for causal in (False, True)]
-    alibi = [_dense("alibi", "extras", 4096, d, causal, alibi=True) for d, causal in both]
-    used = [_dense("used", "extras", 4096, d, causal, used=True, packed=True) for d, causal in both]
-    return alibi + used
-
-
-def _deterministic() -> list[Problem]:
-    return [
-        _dense("repeats", "repeats", 8192, d, causal, deterministic=True, passes=("bwd",))
-        for d in (64, 96, 128)
-        for causal in (False, True)
-    ]
-
-
-def _invariant() -> list[Problem]:
-    return [
-        _dense("invariant", "invariant", seqlen, d, True, invariant=True, passes=("fwd",))
-        for d in (64, 128, 256)
-        for seqlen in (4096, 16_384)
-    ]
-
-
-def _tree() -> list[Problem]:
-    """A prompt and its sampled answers."""
-    return [
-        Problem(
-            name=f"tree-gqa-d128-p8192-{answers}x1024",
-            family="tree",
-            lengths=(8192, *(1024,) * answers),
-            heads_q=32,
-            heads_k=8,
-            head_dim=128,
-            causal=True,
-            packed=True,
-            tree=True,
-        )
-        for answers in (8, 16)
-    ]
-
-
-def _portable() -> list[Problem]:
-    """What other GPUs run, on this one."""
-    return [
-        _dense("portable", "portable", seqlen, head_dim, causal)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-        for seqlen in (4096, 16_384)
-    ]
-
-
-_FAMILIES: tuple[Callable[[], list[Problem]], ...] = (
-    _grid,
-    _long,
-    _packed,
-    _few,
-    _fp8,
-    _dims,
-    _dropout,
-    _bias,
-    _extras,
-    _deterministic,
-    _invariant,
-    _tree,
-    _portable,
+PROBLEMS: tuple[Problem, ...] = (
+    *grid("dense", (64, 128, 256), (1024, 4096, 16_384), "grid"),
+    *(Problem(f"dense-b4-d128-s8192-{_MASKS[c]}", "long", *_LONG, c) for c in (False, True)),
+    *(grouped(f"packed-gqa-d128-{name}-causal", "packed", x) for name, x in _PACKED.items()),
+    *(Problem(f"few-gqa-d128-q{n}-k8192", "few", *_FEW, queries=n, **_FORWARD) for n in (1, 16)),
+    *grid("fp8", (128,), dtype="fp8", **_FORWARD),
+    # head dims beside the powers of two
+    *grid("dims", (72, 80, 96, 112, 160, 192)),
+    *grid("dims-v128", (192,), family="dims", values=128),
+    *grid("dropout", (64, 128, 256), (4096,), dropout=0.1),
+    *(dense(f"bias-{s}", 4096, d, False, "bias", bias=over) for d, s, over in _BIASES),
+    *(
+        dense(f"dbias-{s}", 4096, d, False, "dbias", bias=over, learned=True, **_BACKWARD)
+        for d, s, over in _BIASES
+    ),
+    # features that the kernel itself must hide
+    *grid("alibi", (64, 128), (4096,), "extras", alibi=True),
+    *grid("used", (64, 128), (4096,), "extras", used=True, packed=True),
+    *grid("repeats", (64, 96, 128), (8192,), deterministic=True, **_BACKWARD),
+    *grid("invariant", (64, 128, 256), masks=(True,), invariant=True, **_FORWARD),
+    # a prompt and its sampled answers
+    *(
+        grouped(f"tree-gqa-d128-p8192-{n}x1024", "tree", (8192, *(1024,) * n), tree=True)
+        for n in (8, 16)
+    ),
+    # what other GPUs run, on this one
+    *grid("portable", (64, 128, 256)),
 )
-PROBLEMS: tuple[Problem, ...] = tuple(problem for make in _FAMILIES for problem in make())
+# d 128 at 4k and 16k
+QUICK = frozenset(
+    p.name for p in PROBLEMS if p.family == "grid" and p.head_dim == 128 and p.max_seqlen >= 4096
+)
 
 # by family: whose figures they are, and beside whom; "base" is ours without the feature
 _ALL = ("ours", "fa3", "cudnn", "fa2")
-PROVIDERS_OF: dict[str, tuple[str, ...]] = {
-    "grid": _ALL,
-    "long": _ALL,
-    "packed": _ALL,
-    "few": _ALL,
+FAMILIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grid", "long", "packed", "few"), _ALL),
     "fp8": ("ours", "base"),
     "dims": ("ours", "fa3"),
     "dropout": ("ours", "cudnn", "fa2"),
@@ -338,44 +235,16 @@ PROVIDERS_OF: dict[str, tuple[str, ...]] = {
     "portable": ("portable", "ours", "flex"),
 }
 
-# what the host does for one call; not attention problems of a size that matters
-HOST_CASES = (
-    "host-fwd",
-    "host-fwd-grad",
-    "host-bwd",
-    "host-step",
-    "host-small-step",
-    "host-packed-fwd",
-    "host-first-call",
-)
-
-
-def is_quick(problem: Problem) -> bool:
-    """Return whether the quick run measures a problem: d 128 at 4k and 16k."""
-    return problem.family == "grid" and problem.head_dim == 128 and problem.max_seqlen >= 4096
-
-
-Selected = list[tuple[Problem, tuple[str, ...]]]
-
-
-def select(filters: list[str], families: list[str], quick: bool) -> tuple[Selected, list[str]]:
-    """Return the problems with the passes asked for, and the host cases.
-
-    Args:
-        filters: Substrings; a case is taken when its name holds one of them. Empty: every case.
-        families: Names of families, ``host`` among them. Empty: every family.
-        quick: Only the quick problems, and no host cases unless they are asked for.
-    """
-
-    def wanted(name: str) -> bool:
-        return not filters or any(part in name for part in filters)
-
-    problems = []
-    for problem in PROBLEMS:
-        if (quick and not is_quick(problem)) or (families and problem.family not in families):
-            continue
-        passes = tuple(one for one in problem.passes if wanted(problem.case(one)))
-        if passes:
-            problems.append((problem, passes))
-    asked = "host" in families if families else bool(filters) or not quick
-    return problems, [name for name in HOST_CASES if asked and wanted(name)]
+# what the host does for one call, all of one size, small enough for the launch to be all there is:
+# by case, the problem and the pass
+_HOST = Problem("host", "host", (128,), 16, 16, 128, True)
+_SMALL = Problem("host-small", "host", (128,), 8, 8, 64, False)
+_TWO = Problem("host-packed", "host", (64, 64), 16, 16, 128, True, packed=True)
+HOST: dict[str, tuple[Problem, str]] = {
+    "host-fwd": (_HOST, "fwd"),
+    "host-fwd-grad": (_HOST, "fwd-grad"),
+    "host-bwd": (_HOST, "bwd"),
+    "host-step": (_HOST, "step"),
+    "host-small-step": (_SMALL, "step"),
+    "host-packed-fwd": (_TWO, "fwd"),
+}

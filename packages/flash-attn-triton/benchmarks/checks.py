@@ -1,7 +1,4 @@
-"""Chunked fp32 attention with gradients, and the comparison that every provider has to pass.
-
-Deliberately apart from the package under test: it is the benchmark's own arbiter.
-"""
+"""Tensors of a problem, fp32 attention with gradients, and the comparison with it."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from _linked.checks import attend, errors
 from cases import Problem
+from torch import Tensor
 
 # scores held at a time: 2**27 fp32 numbers are 512 MiB
 CHUNK_SCORES = 2**27
-
-# rows of one head whose error is judged together: a wrong tile must not drown in a long sequence
-BLOCK_ROWS = 64
 
 # largest relative error (Frobenius) of a whole tensor and of its worst block, by input dtype
 TOLERANCES = {"bf16": (1.5e-2, 6e-2), "fp8": (8e-2, 1.5e-1)}
@@ -28,20 +24,25 @@ DROPOUT_SPREAD, DROPOUT_MEAN, DROPOUT_BLOCK = 0.15, 0.04, 0.95
 class Inputs:
     """Operands of one problem; packed ones have no batch dimension."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    cu_seqlens: torch.Tensor
-    bias: torch.Tensor | None
-    slopes: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu_seqlens: Tensor
+    bias: Tensor | None
+    slopes: Tensor | None
+
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """Return the arguments of a function of q, k, v and perhaps a bias."""
+        return (self.q, self.k, self.v, *(() if self.bias is None else (self.bias,)))
 
 
 def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     """Draw bf16 normal operands."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
     def leading(length: int) -> tuple[int, ...]:
@@ -66,7 +67,7 @@ def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     )
 
 
-def sequences(problem: Problem, device: str | torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+def sequences(problem: Problem, device: str | torch.device) -> Iterator[tuple[slice, Tensor]]:
     """Yield each sequence's queries and the keys that face them; masks end at the last key."""
     start = start_q = 0
     for number, length in enumerate(problem.lengths):
@@ -81,8 +82,8 @@ def sequences(problem: Problem, device: str | torch.device) -> Iterator[tuple[sl
 
 @torch.no_grad()
 def reference(
-    problem: Problem, inputs: Inputs, backward: bool, operands: tuple[torch.Tensor, ...] = ()
-) -> dict[str, torch.Tensor]:
+    problem: Problem, inputs: Inputs, passes: tuple[str, ...], operands: tuple[Tensor, ...] = ()
+) -> dict[str, Tensor]:
     """Return ``out``, and for a backward ``dq``, ``dk``, ``dv`` and ``dbias``: fp32.
 
     All are [tokens, heads, D], but ``dbias``, which is shaped like the bias. Scores are formed for
@@ -91,19 +92,19 @@ def reference(
     Args:
         problem: What to compute.
         inputs: Its tensors.
-        backward: Whether gradients are wanted.
+        passes: ``bwd`` among them if gradients are wanted.
         operands: q, k and v in place of those of the inputs.
     """
     q, k, v = (t.flatten(0, -3).float() for t in operands or (inputs.q, inputs.k, inputs.v))
     dout = inputs.dout.flatten(0, -3).float()
     results = {"out": torch.zeros_like(dout)}
+    backward = "bwd" in passes
     if backward:
         results |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k)}
         results["dv"] = torch.zeros_like(v)
         if inputs.bias is not None:
             results["dbias"] = torch.zeros_like(inputs.bias, dtype=torch.float32)
     group = problem.heads_q // problem.heads_k
-    scale = problem.head_dim**-0.5
     for number, (queries, keys) in enumerate(sequences(problem, q.device)):
         length = queries.stop - queries.start
         diagonal = len(keys) - length
@@ -114,69 +115,43 @@ def reference(
                 last = min(first + rows, length)
                 at = slice(queries.start + first, queries.start + last)
                 seen = keys[: last + diagonal] if problem.causal else keys
-                q_here = q[at, heads].transpose(0, 1)  # [group, rows, D]
-                k_here = k[seen, head]  # [keys, D]
-                v_here = v[seen, head]
-                p = torch.matmul(q_here, k_here.t()).mul_(scale)  # [group, rows, keys]
                 row = torch.arange(first, last, device=q.device)[:, None] + diagonal
                 column = torch.arange(len(seen), device=q.device)[None]
+                part = slice(first, last), slice(0, len(seen))
+                # what is added to scores: [group, rows, keys], or [rows, keys] for all heads
+                added: Tensor | float = 0.0
+                if inputs.bias is not None:
+                    added = _bias_of(inputs.bias, number, heads)[(..., *part)]
                 if inputs.slopes is not None:
-                    p -= inputs.slopes[heads, None, None] * (row - column).abs()
-                part = _bias_of(inputs.bias, number, heads)
-                if part is not None:
-                    p += part[..., first:last, : len(seen)]
-                if problem.causal:
-                    p.masked_fill_(column > row, -math.inf)
-                p = torch.softmax(p, dim=-1)
-                out = torch.matmul(p, v_here)
-                results["out"][at, heads] = out.transpose(0, 1)
-                if not backward:
-                    continue
-                do = dout[at, heads].transpose(0, 1)
-                results["dv"][:, head].index_add_(0, seen, torch.einsum("grk,grd->kd", p, do))
-                ds = torch.matmul(do, v_here.t()).sub_((do * out).sum(-1, keepdim=True))
-                ds.mul_(p)
-                part = _bias_of(results.get("dbias"), number, heads)
-                if part is not None:
-                    part[..., first:last, : len(seen)] += ds.sum(0) if part.ndim == 2 else ds
-                ds.mul_(scale)
-                results["dq"][at, heads] = torch.matmul(ds, k_here).transpose(0, 1)
-                results["dk"][:, head].index_add_(0, seen, torch.einsum("grk,grd->kd", ds, q_here))
+                    added = added - inputs.slopes[heads, None, None] * (row - column).abs()
+                found = attend(
+                    q[at, heads].transpose(0, 1),
+                    k[seen, head],
+                    v[seen, head],
+                    dout[at, heads].transpose(0, 1) if backward else None,
+                    problem.head_dim**-0.5,
+                    added,
+                    column > row if problem.causal else None,
+                )
+                results["out"][at, heads] = found.out.transpose(0, 1)
+                if backward:
+                    results["dq"][at, heads] = found.dq.transpose(0, 1)
+                    results["dk"][:, head].index_add_(0, seen, found.dk)
+                    results["dv"][:, head].index_add_(0, seen, found.dv)
+                    if "dbias" in results:
+                        dbias = _bias_of(results["dbias"], number, heads)
+                        dbias[(..., *part)] += found.ds.sum(0) if dbias.ndim == 2 else found.ds
     return results
 
 
-def _bias_of(bias: torch.Tensor | None, sequence: int, heads: slice) -> torch.Tensor | None:
+def _bias_of(bias: Tensor, sequence: int, heads: slice) -> Tensor:
     """Return a sequence's part of a bias: [group, rows, keys], or [rows, keys] for all heads."""
-    if bias is None:
-        return None
     own = bias[0 if bias.shape[0] == 1 else sequence]
     return own[0] if own.shape[0] == 1 else own[heads]
 
 
-def errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """Return the relative error of a tensor and that of its worst block of rows of one head."""
-    if actual.numel() != expected.numel():
-        raise ValueError(f"expected {expected.numel()} numbers, got {tuple(actual.shape)}")
-    difference = actual.detach().reshape(expected.shape).float() - expected
-    # [tokens, heads]: squares summed over the head dimension
-    wrong, right = _squares(difference), _squares(expected)
-    whole = (wrong.sum() / right.sum()).sqrt().item()
-    tokens = wrong.shape[0] // BLOCK_ROWS * BLOCK_ROWS
-    if tokens == 0:
-        return whole, whole
-    blocks = [t[:tokens].reshape(-1, BLOCK_ROWS, t.shape[1]).sum(1) for t in (wrong, right)]
-    # max() passes NaN on
-    return whole, (blocks[0] / blocks[1]).max().sqrt().item()
-
-
-def _squares(x: torch.Tensor) -> torch.Tensor:
-    squares = x.square().sum(-1)
-    # a bias has its rows behind its heads
-    return squares.flatten(0, 1).t() if x.ndim == 4 else squares
-
-
 def judge(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], problem: Problem
+    actual: dict[str, Tensor], expected: dict[str, Tensor], problem: Problem
 ) -> tuple[bool, dict[str, tuple[float, float]]]:
     """Return whether all tensors are right, and their errors; NaN never passes.
 
@@ -197,7 +172,7 @@ def judge(
     return all(one <= most and block <= worst for one, block in found.values()), found
 
 
-def _share(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def _share(actual: Tensor, expected: Tensor) -> float:
     """Return how much of what is expected is there."""
     x = actual.detach().reshape(expected.shape).float()
     return ((x * expected).sum() / expected.square().sum()).item()

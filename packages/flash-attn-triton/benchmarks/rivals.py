@@ -8,21 +8,27 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch._functorch.config
-from cases import Problem
-from checks import Inputs
-from providers import (
-    Base,
-    Ours,
-    Portable,
+from _linked.providers import (
     Prepared,
     Provider,
     UnsupportedError,
-    import_error,
-    with_autograd,
+    by_name,
+    compiled_flex,
+    heads_first,
 )
+from cases import Problem
+from checks import Inputs
+from providers import Base, Ours, PortableOurs, prepared
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+
+def refuse(problem: Problem, *features: str) -> None:
+    """Raise for the first of these features that a problem has."""
+    for feature in features:
+        if getattr(problem, feature):
+            raise UnsupportedError(f"no {'FP8' if feature == 'fp8' else feature}")
 
 
 class Sdpa(Provider):
@@ -30,25 +36,18 @@ class Sdpa(Provider):
 
     backend: ClassVar[SDPBackend]
 
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        _refuse(problem, "dtype", "alibi", "used", "deterministic", "invariant", "tree")
+    def prepare(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
+        refuse(problem, "fp8", "alibi", "used", "deterministic", "invariant", "tree")
         if problem.packed and not problem.equal_lengths:
-            return self.prepare_packed(problem, inputs, backward)
+            return self.prepare_packed(problem, inputs, passes)
         options: dict[str, Any] = {"dropout_p": problem.dropout, "is_causal": problem.causal}
         options["enable_gqa"] = problem.heads_q != problem.heads_k
+        attend = heads_first(scaled_dot_product_attention)
 
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None
-        ) -> torch.Tensor:
+        def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
             if problem.packed:
                 q, k, v = (t.unflatten(0, (problem.batch, -1)) for t in (q, k, v))
-            out = scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=bias,
-                **options,
-            ).transpose(1, 2)
+            out = attend(q, k, v, attn_mask=bias, **options)
             return out.flatten(0, 1) if problem.packed else out
 
         if problem.family == "host" and not problem.packed:
@@ -60,89 +59,78 @@ class Sdpa(Provider):
             call = functools.partial(scaled_dot_product_attention, **options)
 
         context = functools.partial(sdpa_kernel, self.backend)
-        return with_autograd(call, problem, inputs, backward, context)
+        return prepared(call, problem, inputs, passes, context)
 
-    def prepare_packed(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
+    def prepare_packed(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
         raise UnsupportedError("only sequences of one length")
 
 
 class Cudnn(Sdpa):
-    name = "cudnn"
-    label = "cuDNN (SDPA)"
+    name, label = "cudnn", "cuDNN (SDPA)"
     backend = SDPBackend.CUDNN_ATTENTION
-
-    def unavailable(self, device: str) -> str | None:
-        return None if device == "cuda" else "needs a CUDA device"
 
 
 class Fa2(Sdpa):
-    name = "fa2"
-    label = "FlashAttention-2 (SDPA)"
+    name, label = "fa2", "FlashAttention-2 (SDPA)"
     backend = SDPBackend.FLASH_ATTENTION
+    needs_gpu = False
 
-    def prepare_packed(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
+    def prepare_packed(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
         cu, longest = inputs.cu_seqlens, problem.max_seqlen
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return torch.ops.aten._flash_attention_forward(
                 q, k, v, cu, cu, longest, longest, 0.0, problem.causal, False
             )[0]
 
-        return with_autograd(call, problem, inputs, backward)
+        return prepared(call, problem, inputs, passes)
 
 
-def _causal(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _causal(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
 class Flex(Provider):
-    name = "flex"
-    label = "FlexAttention"
+    name, label = "flex", "FlexAttention"
+    needs_gpu = False
     compiles = True
 
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
+    def prepare(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        _refuse(problem, "dtype", "dropout", "bias", "alibi", "used", "deterministic")
+        refuse(problem, "fp8", "dropout", "bias", "alibi", "used", "deterministic")
         device = inputs.q.device
         span = problem.tokens if problem.packed else problem.max_seqlen
         mask_mod = _documents(problem, device) if problem.packed else _causal
         block_mask = None
         if problem.packed or problem.causal:
             block_mask = create_block_mask(mask_mod, None, None, span, span, device=device)
-        attend: Callable[..., Any] = flex_attention
+        options = {"block_mask": block_mask, "enable_gqa": problem.heads_q != problem.heads_k}
         if device.type == "cuda":
             # earlier problems' specialisations would count towards the recompilation limit
             torch._dynamo.reset()
-            # a graph whose buffers are donated cannot run its backward twice
-            torch._functorch.config.donated_buffer = False
-            attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        gqa = problem.heads_q != problem.heads_k
+            attend = compiled_flex(**options)
+        else:
+            attend = heads_first(functools.partial(flex_attention, **options))
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if problem.packed:
                 q, k, v = (t[None] for t in (q, k, v))
-            out = attend(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                block_mask=block_mask,
-                enable_gqa=gqa,
-            ).transpose(1, 2)
+            out = attend(q, k, v)
             return out[0] if problem.packed else out
 
         # without a GPU there is no backward
-        return with_autograd(call, problem, inputs, backward and device.type == "cuda")
+        return prepared(call, problem, inputs, passes if device.type == "cuda" else ("fwd",))
 
 
-def _documents(problem: Problem, device: torch.device) -> Callable[..., torch.Tensor]:
+def _documents(problem: Problem, device: torch.device) -> Callable[..., Tensor]:
     """Return the mask of packed sequences: one row of all tokens, each with its document."""
     lengths = torch.tensor(problem.lengths, device=device)
     document = torch.repeat_interleave(
         torch.arange(problem.batch, device=device), lengths, output_size=problem.tokens
     )
 
-    def mask(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def mask(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
         visible = document[q] == document[k]
         if problem.causal:
             visible = visible & (q >= k)
@@ -159,17 +147,13 @@ class Fa3(Provider):
     ``fa3.bwd(dout, q, k, v, out, lse, <same>, deterministic=) -> (dq, dk, dv)``.
     """
 
-    name = "fa3"
-    label = "FlashAttention-3"
+    name, label, module = "fa3", "FlashAttention-3", "fa3"
     deterministic: ClassVar[bool] = False
 
-    def unavailable(self, device: str) -> str | None:
-        return import_error("fa3") if device == "cuda" else "needs a CUDA device"
-
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
+    def prepare(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
         import fa3
 
-        _refuse(problem, "dtype", "dropout", "bias", "alibi", "used")
+        refuse(problem, "fp8", "dropout", "bias", "alibi", "used")
         if problem.tree:
             return self._prepare_tree(problem, inputs)
         q, k, v, dout, cu = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.cu_seqlens
@@ -177,12 +161,12 @@ class Fa3(Provider):
         if problem.packed:
             longest = problem.max_seqlen
             options |= {"cu_q": cu, "cu_k": cu, "max_q": longest, "max_k": longest}
-        prepared = Prepared(forward=lambda: fa3.fwd(q, k, v, **options)[0])
-        if backward:
+        calls: dict[str, Callable[[], Any]] = {"fwd": lambda: fa3.fwd(q, k, v, **options)[0]}
+        if "bwd" in passes:
             out, lse = fa3.fwd(q, k, v, **options)
             run = functools.partial(fa3.bwd, dout, q, k, v, out, lse, **options)
-            prepared.backward = functools.partial(run, deterministic=self.deterministic)
-        return prepared
+            calls["bwd"] = functools.partial(run, deterministic=self.deterministic)
+        return Prepared(calls)
 
     def _prepare_tree(self, problem: Problem, inputs: Inputs) -> Prepared:
         """Two calls: each segment over itself, and the answers over the prompt; merged by LSE."""
@@ -193,7 +177,7 @@ class Fa3(Provider):
         prompt = problem.lengths[0]
         own = {"causal": True, "cu_q": cu, "cu_k": cu, "max_q": prompt, "max_k": prompt}
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        def forward() -> tuple[Tensor, Tensor]:
             out, lse = fa3.fwd(q, k, v, **own)
             far, far_lse = fa3.fwd(q[None, prompt:], k[None, :prompt], v[None, :prompt])
             near = out[prompt:], lse[:, prompt:].contiguous()
@@ -202,7 +186,7 @@ class Fa3(Provider):
 
         out, lse = forward()
 
-        def backward() -> tuple[torch.Tensor, ...]:
+        def backward() -> tuple[Tensor, ...]:
             # with the output and the LSE of the whole, each call gives its part of the gradients
             dq, dk, dv = fa3.bwd(dout, q, k, v, out, lse, **own)
             far_q, far_k, far_v = fa3.bwd(
@@ -218,25 +202,12 @@ class Fa3(Provider):
             dv[:prompt] += far_v[0]
             return dq, dk, dv
 
-        return Prepared(forward=lambda: forward()[0], backward=backward)
+        return Prepared({"fwd": lambda: forward()[0], "bwd": backward})
 
 
 class Fa3Repeats(Fa3):
-    name = "fa3-repeats"
-    label = "FlashAttention-3, deterministic"
+    name, label = "fa3-repeats", "FlashAttention-3, deterministic"
     deterministic = True
 
 
-def _refuse(problem: Problem, *features: str) -> None:
-    """Raise for the first of these features that a problem has."""
-    for feature in features:
-        value = getattr(problem, feature)
-        if value if feature != "dtype" else value != "bf16":
-            raise UnsupportedError(f"no {'FP8' if feature == 'dtype' else feature}")
-
-
-PROVIDERS: dict[str, Provider] = {
-    provider.name: provider
-    for provider in (Ours(), Portable(), Base(), Fa3(), Fa3Repeats(), Cudnn(), Fa2(), Flex())
-}
-LABELS = {name: provider.label for name, provider in PROVIDERS.items()}
+PROVIDERS = by_name(Ours(), PortableOurs(), Base(), Fa3(), Fa3Repeats(), Cudnn(), Fa2(), Flex())

@@ -15,18 +15,9 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-MODULES = (
-    "cases",
-    "checks",
-    "providers",
-    "rivals",
-    "results",
-    "report",
-    "aims",
-    "documents",
-    "timing",
-)
-NAMES = *MODULES, "plot", "children", "host_model", "bench_flash_attn"
+NAMES = ("cases", "checks", "providers", "rivals", "documents", "bench_flash_attn")
+# of the harness, which is linked
+HARNESS = ("report", "results", "timing", "plot")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +29,17 @@ def bench() -> Iterator[ModuleType]:
         held = ModuleType("bench")
         for name in NAMES:
             setattr(held, name, importlib.import_module(name))
+        for name in HARNESS:
+            setattr(held, name, importlib.import_module(f"_linked.{name}"))
+        held.marked = importlib.import_module("_linked.documents")
+        held.select = importlib.import_module("_linked.cases").select
+        held.BENCH = held.bench_flash_attn.BENCH
         yield held
     finally:
         sys.path.remove(path)
-        for name in NAMES:
-            sys.modules.pop(name, None)
+        for name in list(sys.modules):
+            if name in NAMES or name.split(".")[0] == "_linked":
+                sys.modules.pop(name)
 
 
 def small(problem, head_dim=16):
@@ -66,20 +63,24 @@ def one_of_each(bench):
 def test_cases_have_names_of_their_own_and_providers(bench):
     names = [p.case(one) for p in bench.cases.PROBLEMS for one in p.passes]
     assert len(set(names)) == len(names)
-    assert {p.family for p in bench.cases.PROBLEMS} == set(bench.cases.PROVIDERS_OF)
-    for providers in bench.cases.PROVIDERS_OF.values():
+    assert {p.family for p in bench.cases.PROBLEMS} == set(bench.cases.FAMILIES)
+    for providers in bench.cases.FAMILIES.values():
         assert set(providers) <= set(bench.rivals.PROVIDERS)
 
 
 def test_families_and_filters_choose(bench):
-    everything, host = bench.cases.select([], [], quick=False)
+    given = bench.cases.PROBLEMS, bench.BENCH.specials
+    everything, host = bench.select(*given, [], [])
     assert [p for p, _ in everything] == list(bench.cases.PROBLEMS)
-    assert host == list(bench.cases.HOST_CASES)
-    problems, host = bench.cases.select(["bwd"], ["dropout", "host"], quick=False)
+    assert host == list(bench.BENCH.specials)
+    problems, host = bench.select(*given, ["bwd"], ["dropout", "host"])
     assert {p.family for p, _ in problems} == {"dropout"}
     assert {passes for _, passes in problems} == {("bwd",)}
     assert host == ["host-bwd"]
-    assert bench.cases.select([], ["dropout"], quick=False)[1] == []
+    assert bench.select(*given, [], ["dropout"])[1] == []
+    problems, host = bench.select(*given, [], [], bench.cases.QUICK)
+    assert {p.name for p, _ in problems} == bench.cases.QUICK
+    assert host == []
 
 
 def visible(problem):
@@ -125,7 +126,7 @@ def test_the_arbiter_agrees_with_the_definition(bench):
     """Every kind of problem as the benchmark measures it, with our function on the CPU."""
     timer = bench.timing.Timer("cpu", 0.0, 0.0)
     for problem in one_of_each(bench):
-        rows = bench.bench_flash_attn.measure(problem, problem.passes, ["ours", "base"], timer, 1)
+        rows = bench.BENCH.measure(problem, problem.passes, ["ours", "base"], timer, 1)
         assert {row["status"] for row in rows} <= {"ok", "skipped"}, rows
         assert any(row["status"] == "ok" for row in rows)
 
@@ -135,7 +136,7 @@ def test_the_arbiter_sees_a_wrong_tile(bench, name):
     problem = small(replace(bench.cases.PROBLEMS[0], lengths=(8192,)))
     problem = replace(problem, lengths=(256,), heads_q=1, heads_k=1)
     inputs = bench.checks.make_inputs(problem, "cpu")
-    right = bench.checks.reference(problem, inputs, True)
+    right = bench.checks.reference(problem, inputs, ("bwd",))
     assert bench.checks.judge(right, right, problem)[0]
     wrong = {**right, name: right[name].clone()}
     wrong[name][64:128] *= 1.1
@@ -165,7 +166,7 @@ def test_the_arbiter_wants_as_much_dropout_as_was_asked_for(bench, probability, 
 
 def test_what_is_not_there_is_skipped_with_a_message(bench, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "fa3", None)  # its import fails
-    kept = bench.bench_flash_attn.available(list(bench.rivals.PROVIDERS), "cpu")
+    kept = bench.BENCH.available(list(bench.rivals.PROVIDERS), "cpu")
     said = capsys.readouterr().out
     for name in ("fa3", "fa3-repeats", "cudnn"):
         assert name not in kept
@@ -182,10 +183,8 @@ def test_what_a_rival_does_not_offer_is_refused(bench, monkeypatch, provider, fe
     plain = "bf16" if feature == "dtype" else type(getattr(bench.cases.PROBLEMS[0], feature))()
     problem = next(p for p in bench.cases.PROBLEMS if getattr(p, feature) != plain)
     inputs = bench.checks.make_inputs(small(problem), "cpu")
-    with pytest.raises(
-        bench.providers.UnsupportedError, match="FP8" if plain == "bf16" else feature
-    ):
-        bench.rivals.PROVIDERS[provider].prepare(small(problem), inputs, False)
+    with pytest.raises(bench.rivals.UnsupportedError, match="FP8" if plain == "bf16" else feature):
+        bench.rivals.PROVIDERS[provider].prepare(small(problem), inputs, ("fwd",))
 
 
 # ---- the file
@@ -236,7 +235,7 @@ def case_rows(**speeds: float) -> list[dict[str, Any]]:
 )
 def test_an_aim_is_judged_by_its_ratio(bench, speed, verdict):
     found = {"results": case_rows(ours=speed, fa3=100.0), "host": []}
-    line = bench.aims.table(found, bench.rivals.LABELS).splitlines()[2]
+    line = bench.documents.aims(bench.BENCH, found).splitlines()[2]
     assert line.split("|")[-3:-1] == [f" {speed / 100:.2f} ", f" {verdict} "]
 
 
@@ -249,34 +248,28 @@ def test_of_times_less_is_better(bench, ours, verdict):
         for case, t_ours in (("host-step", 900.0), ("host-small-step", ours))
         for name, t in (("ours", t_ours), ("fa2", 100.0))
     ]
-    line = bench.aims.table({"results": [], "host": rows}, bench.rivals.LABELS).splitlines()[2]
+    line = bench.documents.aims(bench.BENCH, {"results": [], "host": rows}).splitlines()[2]
     assert line.split("|")[-2].strip() == verdict
 
 
 def test_a_table_goes_where_its_name_stands(bench):
     text = "ahead\n<!-- table: x -->\nold\n<!-- end of table -->\nbetween\n"
     text += "<!-- table: y -->\n<!-- end of table -->\n"
-    once = bench.documents.filled(text, {"x": "1", "y": "2"})
+    once = bench.marked.filled(text, {"x": "1", "y": "2"})
     assert once.index("1") < once.index("between") < once.index("2")
     assert "old" not in once
-    assert bench.documents.filled(once, {"x": "1", "y": "2"}) == once
+    assert bench.marked.filled(once, {"x": "1", "y": "2"}) == once
     with pytest.raises(KeyError):
-        bench.documents.filled(text, {"x": "1"})
+        bench.marked.filled(text, {"x": "1"})
 
 
 def test_the_documents_hold_what_was_measured(bench):
-    if not bench.documents.RESULTS.exists():
+    if not bench.bench_flash_attn.RESULTS.exists():
         pytest.skip("an sdist has no results")
-    made = bench.documents.tables(bench.results.read(bench.documents.RESULTS))
+    made = bench.BENCH.tables(bench.results.read(bench.bench_flash_attn.RESULTS))
     shown = []
-    for path in bench.documents.DOCUMENTS:
+    for path in bench.BENCH.written:
         text = path.read_text(encoding="utf-8")
-        assert bench.documents.filled(text, made) == text, f"{path}: run --documents"
+        assert bench.marked.filled(text, made) == text, f"{path}: run --documents"
         shown += [name for name in made if f"<!-- table: {name} -->" in text]
     assert set(shown) == set(made)
-
-
-def test_the_model_of_the_host_runs(bench):
-    took = bench.host_model.measured(rounds=1, calls=1)
-    assert len(took) == 3 * len(bench.host_model.CASES) + 6
-    assert min(took.values()) > 0

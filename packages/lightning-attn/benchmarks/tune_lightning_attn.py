@@ -1,135 +1,87 @@
 """Time candidate tiles of the walk on the shapes of the table, each checked first.
 
     python benchmarks/tune_lightning_attn.py --json tuning.json
-    python benchmarks/tune_lightning_attn.py --cases b1-t8192-h96 --schedules sequential
+    python benchmarks/tune_lightning_attn.py --cases b1-t8192-h96 --kernels sequential-fwd
 
-Kernels are compiled first, side by side, each candidate in a process of its own: one that reads out
-of range ends that process alone, and is left out. The best goes into ``_configs.py`` by hand.
+The best goes into ``_configs.py`` by hand. See ``_linked/tune.py`` for how candidates are compiled,
+compared and timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
-import multiprocessing
-import os
+import contextlib
 import sys
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from alone import TOLERANCE, Timer, copy_gbps, make, relative_error
-from bench_lightning_attn import describe
-from cases import GRID
-from lightning_attn._linear.tiles import HopperTile, Tile
-from providers import reference
-from torch import Tensor
+from _linked.tune import Tile, Trial, Tuner, looked_up
+from cases import GRID, Problem
+from lightning_attn._linear import ops
+from lightning_attn._linear import tiles as linear_tiles
+from lightning_attn._linear.portable.walk_launch import tile_of
+from lightning_attn._linked.host.forms import Memory
+from providers import judge, make_inputs, reference
 
-
-class Candidate(NamedTuple):
-    """A tile, and how the kernel for Hopper divides it; without, the portable one runs."""
-
-    tile: Tile
-    hopper: HopperTile | None = None
-
-
-CANDIDATES = [
-    Candidate(Tile(64, columns, warps, stages, terms=2, segment=segment))
-    for (columns, warps), stages, segment in itertools.product(
-        [(64, 4), (128, 8)], (2, 3), (1024, 4096)
-    )
+# without ``warpgroups`` the portable kernel runs
+CANDIDATES: list[Tile] = [
+    {"block_e": columns, "num_warps": warps, "num_stages": stages, "segment": segment}
+    for columns, warps in ((64, 4), (128, 8))
+    for stages in (2, 3)
+    for segment in (1024, 4096)
 ] + [
-    Candidate(
-        Tile(64, 64 * warpgroups, 4 * warpgroups, 3, terms=2, segment=segment),
-        HopperTile(warpgroups, stages),
-    )
-    for (warpgroups, stages), segment in itertools.product(
-        [(1, 3), (1, 5), (2, 3), (2, 4)], (1024, 4096)
-    )
+    {
+        "block_e": 64 * warpgroups,
+        "num_warps": 4 * warpgroups,
+        "num_stages": 3,
+        "segment": segment,
+        "warpgroups": warpgroups,
+        "stages": stages,
+    }
+    for warpgroups, stages in ((1, 3), (1, 5), (2, 3), (2, 4))
+    for segment in (1024, 4096)
 ]
-SCHEDULES = ("sequential", "parallel")
-Call = Callable[[], Any]
+KERNELS = ("sequential-fwd", "sequential-bwd", "parallel-fwd", "parallel-bwd")
 
 
-def calls(
-    candidate: Candidate, inputs: list[Tensor], dout: Tensor, decay: Tensor, schedule: str
-) -> tuple[Call, Call]:
-    """Return the forward and the backward pass, by operators: they keep no plan of a call."""
-    from lightning_attn._linear import ops, tiles
-    from lightning_attn._linear.hopper import launch
-    from lightning_attn._linear.portable import walk_launch
-    from lightning_attn._linked.host.forms import Memory
+class LightningTuner(Tuner):
+    package = "lightning_attn"
+    tiles = dict.fromkeys(KERNELS, CANDIDATES)
+    problems = {kernel: [(problem, GRID[2]) for problem in GRID] for kernel in KERNELS}
 
-    # what was planned for another candidate
-    walk_launch._walks = Memory()
-    walk_launch.tile_of = lambda *_: candidate.tile
-    launch.hopper_tile = lambda *_: candidate.hopper
-    tiles.HOPPER = candidate.hopper is not None
-    q, k, v = inputs
-    options = 1.0, schedule
+    def use(self, kernel: str, tile: Tile | None) -> contextlib.AbstractContextManager[None]:
+        # what was planned for another candidate
+        memory = (sys.modules[tile_of.__module__], "_walks", Memory())
+        if tile is None:
+            return looked_up(self.package, {}, memory)
+        # the interpreter has no operands in 16 bits
+        fields = {"chunk": 64, "terms": 2 if torch.cuda.is_available() else None, **tile}
+        hopper = {name: fields.pop(name) for name in ("warpgroups", "stages") if name in fields}
+        own = linear_tiles.Tile(**fields)
+        lookups: dict[str, Any] = {"tile_of": lambda _: own}
+        if hopper:
+            lookups["hopper_tile"] = lambda _: linear_tiles.HopperTile(**hopper)
+        return looked_up(self.package, lookups, memory, (linear_tiles, "HOPPER", bool(hopper)))
 
-    def forward() -> Tensor:
-        return ops.forward(q, k, v, decay, None, None, *options, False)[0]
+    def trial(self, kernel: str, problem: Problem, device: str) -> Trial:
+        """Prepare a pass by operators: they keep no plan of a call."""
+        schedule, one = kernel.split("-")
+        problem = problem.shrunk() if device == "cpu" else problem
+        x = make_inputs(problem, device)
+        q, k, v = x.given
+        further = x.decay, None, None, 1.0, schedule
 
-    def backward() -> tuple[Tensor, ...]:
-        dq = ops.read_gradient(dout, k, v, decay, None, None, *options)
-        return dq, *ops.write_gradients(dout, q, k, v, decay, None, None, *options, False)[:2]
+        def forward() -> Any:
+            return ops.forward(q, k, v, *further, False)[0]
 
-    return forward, backward
+        def backward() -> Any:
+            dq = ops.read_gradient(x.dout, k, v, *further)
+            return dq, *ops.write_gradients(x.dout, q, k, v, *further, False)[:2]
 
+        def judged(got: Any) -> tuple[bool, Any]:
+            return judge(problem, one, got, reference(problem, x, (one,)))
 
-def compile_and_check(candidate: Candidate, schedule: str) -> str:
-    """Return why a candidate cannot be used, or nothing."""
-    problem = GRID[2]
-    inputs, dout, decay, _ = make(problem, "cuda")
-    want = reference(problem, inputs, dout, decay)
-    try:
-        forward, backward = calls(candidate, inputs, dout, decay, schedule)
-        for _ in range(2):  # the second call goes another way
-            got = [forward(), *backward()]
-            torch.cuda.synchronize()
-            errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
-    except Exception as failure:  # too large a tile, or worse
-        return type(failure).__name__
-    # written so that NaN fails
-    return "" if all(error <= TOLERANCE for error in errors) else f"errors {errors}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default="", help="substring of case names")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES))
-    parser.add_argument("--json", type=Path, help="write all numbers there")
-    arguments = parser.parse_args()
-    jobs = list(itertools.product(CANDIDATES, arguments.schedules.split(",")))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, max_tasks_per_child=1) as pool:
-        reasons = list(pool.map(compile_and_check, *zip(*jobs, strict=True)))
-    timer = Timer("cuda", 5.0, 20.0)
-    found = describe("cuda") | {"copy_gbps": copy_gbps(timer), "results": []}
-    for problem in GRID:
-        if arguments.cases not in problem.name:
-            continue
-        inputs, dout, decay, _ = make(problem, "cuda")
-        lines = []
-        for (candidate, schedule), reason in zip(jobs, reasons, strict=True):
-            row = {"case": problem.name, "tile": str(candidate), "schedule": schedule}
-            if reason:
-                row["reason"] = reason
-            else:
-                forward, backward = calls(candidate, inputs, dout, decay, schedule)
-                times = {"fwd": timer(forward), "bwd": timer(backward)}
-                row |= times
-                lines.append((times["fwd"], f"{times} {schedule} {candidate}"))
-            found["results"].append(row)
-        print(problem.name, *(f"\n  {line}" for _, line in sorted(lines)), flush=True)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+        return Trial(forward if one == "fwd" else backward, judged, problem.flops(one))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(LightningTuner(__doc__, __file__).main())

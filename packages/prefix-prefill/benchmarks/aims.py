@@ -1,13 +1,14 @@
-"""What the package aims at, and how far it is: shares and ratios of one run. Needs no torch."""
+"""What the package aims at, and how far it is: shares and ratios of one run."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from _linked import report
+from _linked.results import copy_gbps
 from cases import BY_NAME, in_bf16
 
 Row = dict[str, Any]
-Cases = dict[str, dict[str, Row]]
 
 # a case, and those whose times together it is compared with
 SUMS = {
@@ -24,6 +25,7 @@ CHUNKS = (
     "prefill-4x1024+0",
 )
 SMALL, LARGE = "prefill-16x256+2000", "prefill-8x1024+7168"
+INVARIANT = ("decode-64x8192", "decode-256x2048", "decode-1x65536")
 
 
 class Aim(NamedTuple):
@@ -42,12 +44,16 @@ class Aim(NamedTuple):
     cases: tuple[str, ...]
 
 
-def _each(names: tuple[str, ...], suffix: str) -> tuple[str, ...]:
-    return tuple(name + suffix for name in names)
+def _each(names: tuple[str, ...], *suffixes: str) -> tuple[str, ...]:
+    return tuple(name + suffix for name in names for suffix in suffixes)
 
 
 def _formats(name: str) -> tuple[str, ...]:
     return tuple(f"{name}-{cache}" for cache in FORMATS)
+
+
+def _narrow(page: int) -> tuple[str, ...]:
+    return _each((SMALL, LARGE), f"-d64-p{page}")
 
 
 AIMS = (
@@ -60,42 +66,27 @@ AIMS = (
     Aim("decode, window of 4096 in 64k", "copy", 0.75, 0.85, ("window-8x65536-w4096",)),
     Aim("chunks, d128, page 16", "fa3", 1.0, 1.10, (*CHUNKS, f"{SMALL}-d128-p16")),
     Aim("chunks, d128, page 64", "fa3", 1.0, 1.10, (*_each(CHUNKS, "-p64"), f"{SMALL}-d128-p64")),
-    Aim("chunks, d64, page 16", "fa3", 1.0, 1.10, (f"{SMALL}-d64-p16", f"{LARGE}-d64-p16")),
-    Aim("chunks, d64, page 64", "fa3", 1.0, 1.10, (f"{SMALL}-d64-p64", f"{LARGE}-d64-p64")),
+    Aim("chunks, d64, page 16", "fa3", 1.0, 1.10, _narrow(16)),
+    Aim("chunks, d64, page 64", "fa3", 1.0, 1.10, _narrow(64)),
     Aim("FP8 / int8 / int4, 1 x 65536", "copy", None, None, _formats("decode-1x65536")),
     Aim("FP8 / int8 / int4, 4 x 32768", "copy", None, None, _formats("decode-4x32768")),
     Aim("FP8 / int8 / int4, 64 x 8192", "bf16", None, None, _formats("decode-64x8192")),
     Aim("chunks over FP8 / int8 / int4", "bf16", None, None, _formats(LARGE)),
     Aim(
-        "chunks, new keys beside bf16 / FP8",
-        "bf16",
-        None,
-        None,
-        (f"{LARGE}-dense", f"{LARGE}-dense-fp8"),
+        *("chunks, new keys beside bf16 / FP8", "bf16", None, None),
+        _each((LARGE,), "-dense", "-dense-fp8"),
     ),
     Aim("chunks, packed layout", "bf16", None, None, ("prefill-8x512+4096-packed",)),
     Aim("chunks, d192:128", "fa3", None, None, ("prefill-8x512+4096-d192:128",)),
     Aim(
-        "decode, d192:128 / d512",
-        "copy",
-        None,
-        None,
-        ("decode-64x8192-d192:128", "decode-64x8192-d512"),
+        *("decode, d192:128 / d512", "copy", None, None),
+        _each(FULL[:1], "-d192:128", "-d512"),
     ),
     Aim(
-        "`invariant=True`, prefill",
-        "bf16",
-        0.90,
-        0.97,
+        *("`invariant=True`, prefill", "bf16", 0.90, 0.97),
         (*_each(CHUNKS, "-invariant"), f"{LARGE}-d64-invariant"),
     ),
-    Aim(
-        "`invariant=True`, decode",
-        "bf16",
-        0.80,
-        0.92,
-        _each(("decode-64x8192", "decode-256x2048", "decode-1x65536"), "-invariant"),
-    ),
+    Aim("`invariant=True`, decode", "bf16", 0.80, 0.92, _each(INVARIANT, "-invariant")),
     # of the rounds before
     Aim("decode, 64 x 8192", "copy", 0.91, None, ("decode-64x8192",)),
     Aim("decode, 256 x 2048", "copy", 0.87, None, ("decode-256x2048",)),
@@ -111,65 +102,63 @@ BESIDE = {
     "parts": "time of its parts",
     "us": "-",
 }
-LESS = ("parts", "us")
 
 
-def by_case(results: Row) -> Cases:
-    """Group what was measured by case and provider."""
-    cases: Cases = {}
-    for row in results["results"]:
-        cases.setdefault(row["case"], {})[row["provider"]] = row
-    return cases
+class Values:
+    """What was measured, by case and provider; ``key`` is ``ms``, or ``ms_graph``, in a graph."""
 
+    def __init__(self, bench: Any, found: Row) -> None:
+        self.found = found
+        self.cases = report.by_case(bench, found["results"] + found["host"])
 
-def time_of(cases: Cases, case: str, provider: str = "ours", key: str = "ms") -> float | None:
-    """Return the time of a case, or None; ``key`` is ``ms`` or ``ms_graph``."""
-    return cases.get(case, {}).get(provider, {}).get(key)
+    def time(self, case: str, provider: str = "ours", key: str = "ms") -> float | None:
+        """Return the time of a case, or None."""
+        return self.cases.get(case, {}).get(provider, {}).get(key)
 
-
-def value_of(results: Row, of: str, case: str, key: str = "ms") -> float | None:
-    """Return what ``Aim.of`` names, if all of it was measured; ``key`` as in ``time_of``."""
-    cases, copy = by_case(results), results["copy_gbps"]
-    if of == "us":
-        return cases.get(case, {}).get("ours", {}).get("us") if key == "ms" else None
-    mine = time_of(cases, case, key=key)
-    if mine is None:
-        return None
-    if of == "copy":
-        row = cases[case]["ours"]
+    def of_copy(self, case: str, provider: str = "ours", key: str = "ms") -> float | None:
+        """Return the share of the bandwidth of a copy in the same run."""
+        row = self.cases.get(case, {}).get(provider, {})
+        copy = copy_gbps(self.found, row)
         # gbps is that of ms
-        return row["gbps"] * row["ms"] / mine / copy if copy else None
-    if of == "parts":
-        parts = [time_of(cases, part, key=key) for part in SUMS[case]]
-        known = [part for part in parts if part is not None]
-        return mine / sum(known) if len(known) == len(parts) else None
-    usual = in_bf16(BY_NAME[case]) if of == "bf16" else None
-    rival = time_of(cases, usual.name, key=key) if usual else time_of(cases, case, of, key)
-    return None if rival is None else rival / mine
+        return row["gbps"] * row["ms"] / row[key] / copy if copy and key in row else None
+
+    def value(self, of: str, case: str, key: str = "ms") -> float | None:
+        """Return what ``Aim.of`` names, if all of it was measured."""
+        if of == "us":
+            return self.time(case, key="median_us") if key == "ms" else None
+        if of == "copy":
+            return self.of_copy(case, key=key)
+        mine = self.time(case, key=key)
+        if of == "parts":
+            parts = [self.time(part, key=key) for part in SUMS[case]]
+            return None if mine is None or None in parts else mine / sum(parts)
+        usual = in_bf16(BY_NAME[case]) if of == "bf16" else None
+        if of == "bf16" and usual is None:
+            return None
+        rival = self.time(usual.name, key=key) if usual else self.time(case, of, key)
+        return None if mine is None or rival is None else rival / mine
 
 
-def table(results: Row) -> str:
+def table(values: Values) -> str:
     """Return every aim of which a case was measured, with what came out, as Markdown."""
-    lines = [
-        "| what | beside | gate | goal | measured | | in a graph | |",
-        "|---|---|---:|---:|---|---|---|---|",
-    ]
+    lines = []
     for aim in AIMS:
-        found = [value_of(results, aim.of, case) for case in aim.cases]
+        found = [values.value(aim.of, case) for case in aim.cases]
         if all(value is None for value in found):
             continue
         cells = [_named(aim), BESIDE[aim.of]]
         cells += ["-" if number is None else f"{number:g}" for number in (aim.gate, aim.goal)]
         cells += [_shown(found), _verdict(aim, found)]
-        graphs = [value_of(results, aim.of, case, "ms_graph") for case in aim.cases]
+        graphs = [values.value(aim.of, case, "ms_graph") for case in aim.cases]
         if any(value is not None for value in graphs):
             # longer ones have no time of a graph: theirs is what it is
             both = [a if b is None else b for a, b in zip(found, graphs, strict=True)]
             cells += [_shown(graphs), _verdict(aim, both)]
         else:
             cells += ["", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = ["what", "beside", "gate", "goal", "measured", "", "in a graph", ""]
+    return report.markdown(head, lines)
 
 
 def _named(aim: Aim) -> str:
@@ -187,11 +176,4 @@ def _shown(values: list[float | None]) -> str:
 def _verdict(aim: Aim, values: list[float | None]) -> str:
     if aim.gate is None:
         return ""
-    known = [value for value in values if value is not None]
-    sign = -1 if aim.of in LESS else 1
-    worst = min(sign * value for value in known)
-    if worst < sign * aim.gate:
-        return "**missed**"
-    if len(known) < len(values):
-        return "not all measured"
-    return "goal" if aim.goal is not None and worst >= sign * aim.goal else "met"
+    return report.verdict(values, aim.gate, aim.goal, less=aim.of in ("parts", "us"))

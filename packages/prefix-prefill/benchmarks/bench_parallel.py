@@ -11,22 +11,18 @@ off unless NCCL_NVLS_ENABLE is set.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _linked.ranks import Results, Row, captured, in_turns, joined, machine
+from _linked.ranks import Results, Row, captured, check, in_turns, joined, machine, parser
 from prefix_prefill import distributed, paged_attn_func
 
 HEADS_Q, HEADS_K, HEAD_DIM, PAGE = 32, 8, 128, 16
 # sequences, keys of each
 SIZES = ((1, 131_072), (1, 524_288), (32, 8192))
 CALLS = 20
-# of the norm of the output
-LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
 
 def cache_of(every: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -65,10 +61,7 @@ def measure(batch: int, keys: int, device: torch.device, is_captured: bool) -> R
 
     one = step_over(1, 0, paged_attn_func)
     every = step_over(ranks, rank, distributed.paged_attn_func)
-    got, want = every().float(), one().float()
-    error = float((got - want).norm() / want.norm())
-    if not error <= LIMITS[dtype]:
-        raise RuntimeError(f"{batch} x {keys}: out is off by {error}")
+    check(f"{batch} x {keys}", [every()], [one()], of_rows=False)
     steps: list[Callable[[], Any]] = [one, every]
     if is_captured:
         steps = [captured(step)[0] for step in steps]
@@ -84,13 +77,13 @@ def measure(batch: int, keys: int, device: torch.device, is_captured: bool) -> R
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--keys", type=int, help="of one sequence, instead of the sizes above")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="a file for the results")
-    args = parser.parse_args()
+    made = parser(__doc__ or "")
+    made.add_argument("--keys", type=int, help="of one sequence, instead of the sizes above")
+    args = made.parse_args()
     with joined(args.device) as device:
-        results = Results({**machine(device), "heads": [HEADS_Q, HEADS_K, HEAD_DIM]}, args.json)
+        results = Results(
+            {**machine("prefix_prefill", device), "heads": [HEADS_Q, HEADS_K, HEAD_DIM]}, args.json
+        )
         for is_captured in (False, True) if device.type == "cuda" else (False,):
             for batch, keys in ((1, args.keys),) if args.keys else SIZES:
                 results.add(measure(batch, keys, device, is_captured))

@@ -17,21 +17,24 @@ start, and the JSON is written after each. transformers has to be 5.17. One run 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import prefix_prefill.integrations.transformers as paged
 import torch
 import transformers
-import triton
+from _linked.results import commit_of, describe
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import ContinuousBatchingConfig
+from transformers.utils import is_flash_attn_3_available
+
+Row = dict[str, Any]
 
 # that of Llama 3.2 1B, but for the vocabulary
 LARGE = {
@@ -91,13 +94,6 @@ def batching(page: int, pages: int, tokens: int, graphs: str) -> ContinuousBatch
     )
 
 
-def has_flash3() -> bool:
-    """Say whether transformers finds the package of FlashAttention-3; nothing is downloaded."""
-    from transformers.utils import is_flash_attn_3_available
-
-    return torch.cuda.is_available() and bool(is_flash_attn_3_available())
-
-
 def answers_of(model: Any, prompts: list[list[int]], tokens: int, config: Any) -> list[list[int]]:
     found = model.generate_batch(
         prompts,
@@ -138,134 +134,94 @@ def check(model: Any, name: str, graphs: list[str]) -> dict[str, int]:
     return counts | {"of": len(want)}
 
 
-class Measured:
-    """One implementation: its name, how its graphs are made, its seconds."""
-
-    def __init__(self, name: str, graphs: str) -> None:
-        self.name, self.graphs = name, graphs
-        self.seconds: list[float] = []
-        self.tokens = 0
-        self.took = 0.0  # the last run, its warm-up with it
-
-    def run(self, model: Any, prompts: list[list[int]], tokens: int, config: Any) -> None:
-        """Warm up, then time one more run; all that was kept for it is given back."""
-        model.set_attn_implementation(self.name)
-        answers_of(model, prompts, tokens, config)
-        start = time.perf_counter()
-        found = answers_of(model, prompts, tokens, config)
-        self.seconds.append(time.perf_counter() - start)
-        model.destroy_cached_continuous_batching_manager()
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.tokens = sum(map(len, found))
-
-    @property
-    def speed(self) -> float:
-        """Return tokens per second."""
-        return self.tokens / statistics.median(self.seconds)
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "case": f"serving, graphs: {self.graphs}",
-            "provider": self.name,
-            "ms": statistics.median(self.seconds) * 1e3,
-            "new_tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.speed,
-        }
+def run(model: Any, way: Row, prompts: list[list[int]], tokens: int, config: Any) -> None:
+    """Warm a way up, then time one more run; all that was kept for it is given back."""
+    start = time.perf_counter()
+    model.set_attn_implementation(way["provider"])
+    answers_of(model, prompts, tokens, config)
+    ready = time.perf_counter()
+    found = answers_of(model, prompts, tokens, config)
+    end = time.perf_counter()
+    model.destroy_cached_continuous_batching_manager()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    way["seconds"] = [*way.get("seconds", ()), end - ready]
+    way["with_warm_up"] = end - start
+    seconds, count = statistics.median(way["seconds"]), sum(map(len, found))
+    way |= {"ms": seconds * 1e3, "new_tokens": count, "tokens_per_second": count / seconds}
 
 
-def ways_of(name: str, has_gpu: bool) -> list[Measured]:
+def ways_of(name: str, has_gpu: bool) -> list[Row]:
     """Return what is measured, in turns: ours, the library's paged SDPA, FlashAttention-3."""
-    ours = [Measured(name, graphs) for graphs in GRAPHS[has_gpu]]
-    theirs = [Measured(SDPA, "no")]
-    if has_flash3():
-        theirs += [Measured("paged|flash_attention_3", graphs) for graphs in ("no", "async")]
+    ours = [(name, graphs) for graphs in GRAPHS[has_gpu]]
+    others = [(SDPA, "no")]
+    # nothing is downloaded
+    if has_gpu and is_flash_attn_3_available():
+        others += [("paged|flash_attention_3", graphs) for graphs in ("no", "async")]
     # the pair that is compared first, in case time runs out
-    return [ours[0], *theirs, *ours[1:]]
+    every = [ours[0], *others, *ours[1:]]
+    return [{"case": f"serving, graphs: {graphs}", "provider": way} for way, graphs in every]
 
 
-class Report:
-    """All figures so far, written to a file after each."""
-
-    def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
-        self.path, self.facts = path, facts
-        self.ways: list[Measured] = []
-
-    def write(self) -> None:
-        if self.path is None:
-            return
-        rows = [way.row() for way in self.ways if way.seconds]
-        base = next((way.speed for way in self.ways if way.name == SDPA and way.seconds), None)
-        for row in rows:
-            row["over_paged_sdpa"] = row["tokens_per_second"] / base if base else None
-        self.path.write_text(json.dumps({**self.facts, "results": rows}, indent=1) + "\n")
+def write(path: Path | None, facts: Row, ways: list[Row]) -> None:
+    """Write all figures so far, with the speed over that of paged SDPA."""
+    base = next((way.get("tokens_per_second") for way in ways if way["provider"] == SDPA), None)
+    timed = [way for way in ways if "ms" in way]
+    for way in timed:
+        way["over_paged_sdpa"] = way["tokens_per_second"] / base if base else None
+    if path is not None:
+        path.write_text(json.dumps({**facts, "results": timed}, indent=1) + "\n")
 
 
-def measure(model: Any, report: Report, tiny: bool, rounds: int, until: float) -> None:
-    """Time each way in turns; none that would end after ``until`` if it took what it last did."""
+def measure(model: Any, ways: list[Row], tiny: bool, until: float) -> Iterator[Row]:
+    """Time each way; none that would end after ``until`` if it took what it last did."""
     page, tokens = 64, 8 if tiny else 128
     prompts = draw(4 if tiny else 64, 64, 100 if tiny else 1000, model.config.vocab_size, 2)
     pages = sum(-(-(len(prompt) + tokens) // page) for prompt in prompts) + 64
-    slowest = 0.0
-    for _ in range(rounds):
-        for way in report.ways:
-            start = time.perf_counter()
-            if start + (way.took or slowest) > until:
-                print(f"{way.name}, graphs {way.graphs}: no time left", flush=True)
-                continue
-            way.run(
-                model, prompts, tokens, batching(page, pages, 512 if tiny else 2048, way.graphs)
-            )
-            way.took = time.perf_counter() - start
-            slowest = max(slowest, way.took)
-            print(
-                f"{way.name}, graphs {way.graphs}: {way.tokens} tokens in {way.seconds[-1]:.2f} s, "
-                f"{way.took:.1f} s with its warm-up",
-                flush=True,
-            )
-            report.write()
+    for way in ways:
+        slowest = max(other.get("with_warm_up", 0.0) for other in ways)
+        if time.perf_counter() + way.get("with_warm_up", slowest) > until:
+            print(f"{way['provider']}, {way['case']}: no time left", flush=True)
+            continue
+        graphs = way["case"].split()[-1]
+        run(model, way, prompts, tokens, batching(page, pages, 512 if tiny else 2048, graphs))
+        yield way
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     start = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each implementation")
     parser.add_argument("--seconds", type=float, default=140.0, help="time of everything")
     parser.add_argument("--json", type=Path, help="write all figures there, after each run")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
-    sizes = TINY if asked.tiny else LARGE
     torch.backends.cuda.matmul.allow_tf32 = False
     # of each run it says that the manager is kept
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     name = paged.register()
-    where = torch.cuda.get_device_name() if has_gpu else "CPU"
-    versions = {x.__name__: x.__version__ for x in (torch, triton, transformers)}
-    print(f"{where}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
-    today = datetime.date.today().isoformat()
-    report = Report(asked.json, {"device": where, "date": today, **versions})
-    model = make(sizes, device, torch.float32)
+    facts = describe("prefix_prefill", device, commit_of(Path(__file__).parent))
+    facts["transformers"] = transformers.__version__
+    print(facts)
+    model = make(TINY if asked.tiny else LARGE, device, torch.float32)
     counts = check(model, name, GRAPHS[has_gpu])
-    same = all(count == counts["of"] for count in counts.values())
-    parameters = sum(x.numel() for x in model.parameters())
-    report.facts |= {"parameters": parameters, "answers_of_generate": counts}
-    report.write()
-    print(f"{parameters / 1e9:.2f} B parameters, {time.perf_counter() - start:.0f} s so far")
-    if not same:
+    facts["parameters"] = sum(x.numel() for x in model.parameters())
+    facts["answers_of_generate"] = counts
+    ways = ways_of(name, has_gpu)
+    write(asked.json, facts, ways)
+    print(
+        f"{facts['parameters'] / 1e9:.2f} B parameters, {time.perf_counter() - start:.0f} s so far"
+    )
+    if any(count != counts["of"] for count in counts.values()):
         print("other answers than generate: nothing is timed")
         return 1
     model = model.to(torch.bfloat16)
-    report.ways = ways_of(name, has_gpu)
-    rounds = 1 if asked.tiny else asked.rounds
-    measure(model, report, asked.tiny, rounds, start + asked.seconds)
-    sdpa = next(way for way in report.ways if way.name == SDPA)
-    for way in report.ways:
-        if way.seconds and sdpa.seconds:
-            times = way.speed / sdpa.speed
-            print(f"{way.name}, graphs {way.graphs}: {way.speed:.0f} tokens/s, {times:.2f}")
+    for _ in range(1 if asked.tiny else asked.rounds):
+        for way in measure(model, ways, asked.tiny, start + asked.seconds):
+            write(asked.json, facts, ways)
+            print(way, flush=True)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0
 

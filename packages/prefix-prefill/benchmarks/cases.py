@@ -1,21 +1,23 @@
-"""The problems that the benchmark measures: shapes, work and memory traffic. Needs no torch."""
+"""The problems that the benchmark measures: shapes, work and memory traffic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from _linked.cases import Case
+
 # of a number in the cache, and of the scales (fp16) of a key and its value, for each head
 BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 SCALES_BYTES = {"int8": 4.0, "int4": 4.0}
+# new tokens of a sequence that are no chunk
+FEW = 16
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Case):
     """One call over a paged cache.
 
     Attributes:
-        name: Unique.
-        family: ``prefill``, ``decode``, ``mixed`` or ``window``; what the rate is counted in.
         lengths: New tokens and cached ones of every sequence.
         page: Slots of a page.
         head_dim_v: Head dimension of values; 0 is that of keys.
@@ -27,8 +29,6 @@ class Problem:
         invariant: Whether a row has the same bits in any call.
     """
 
-    name: str
-    family: str
     lengths: tuple[tuple[int, int], ...]
     page: int = 16
     heads_q: int = 32
@@ -59,7 +59,11 @@ class Problem:
         return self.head_dim + (self.head_dim_v or self.head_dim)
 
     @property
-    def flops(self) -> float:
+    def is_plain(self) -> bool:
+        """Say whether all keys are in a bf16 cache of the usual layout."""
+        return (self.layout, self.cache, self.dense) == ("nhd", "bf16", False)
+
+    def flops(self, one: str = "") -> float:
         """Return the usual count: 2 H (D + Dv) for each pair of query and visible key."""
         pairs = 0.0
         for new, cached in self.lengths:
@@ -67,8 +71,7 @@ class Problem:
             pairs += seen if self.window < 0 else min(seen, new * (self.window + 1.0))
         return 2.0 * self.heads_q * self.columns * pairs
 
-    @property
-    def bytes(self) -> float:
+    def bytes(self, one: str = "") -> float:
         """Return the bytes of keys, values and their scales that have to be read once."""
         found = 0.0
         a_key = self.columns * BYTES[self.cache] + SCALES_BYTES.get(self.cache, 0.0)
@@ -81,7 +84,11 @@ class Problem:
     @property
     def all_bytes(self) -> float:
         """Return the bytes of queries and the output as well."""
-        return self.bytes + self.tokens * self.heads_q * self.columns * BYTES["bf16"]
+        return self.bytes() + self.tokens * self.heads_q * self.columns * BYTES["bf16"]
+
+    def kind(self) -> tuple[Problem, bool]:
+        """Return what problems of the same kernels have in common."""
+        return replace(self, name="", family="", lengths=()), self.max_new < FEW
 
     def shrunk(self) -> Problem:
         """Return a tiny problem of the same kind, to try the script without a GPU."""
@@ -175,16 +182,12 @@ BY_NAME = {problem.name: problem for problem in PROBLEMS}
 WRITES = (1000, 8192)
 
 
-def select(parts: list[str]) -> list[Problem]:
-    """Return the problems whose names hold one of the parts; all without any."""
-    return [p for p in PROBLEMS if not parts or any(part in p.name for part in parts)]
-
-
 def in_bf16(problem: Problem) -> Problem | None:
     """Return the problem of the same work over a bf16 cache of the usual layout, if another is."""
 
     def work(p: Problem) -> Problem:
-        return replace(p, name="", cache="bf16", layout="nhd", dense=False, invariant=False)
+        plain = replace(p, name="", cache="bf16", layout="nhd", dense=False)
+        return replace(plain, invariant=False)
 
     usual = (p for p in PROBLEMS if replace(p, name="") == work(problem) and p != problem)
     return next(usual, None)
