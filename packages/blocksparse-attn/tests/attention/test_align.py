@@ -8,7 +8,7 @@ from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func, blockspar
 
 from .._linked.budget import assert_same
 from .._numerics import Packed, Shape, check, make_case, make_packed, paged, run
-from .test_operators import traced_alike
+from ._operators import traced_alike
 
 TOP_LEFT = {"align": "top-left"}
 

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._linked.budget import Maker
 from .._numerics import Shape, make_case
-from .test_operators import traced_alike
+from ._operators import traced_alike
 
 pytestmark = pytest.mark.eager
 

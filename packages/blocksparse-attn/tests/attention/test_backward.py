@@ -18,7 +18,7 @@ from .._numerics import (
     run_eager,
     run_oracle,
 )
-from .test_forward import LARGE, SMALL
+from ._forward import LARGE, SMALL
 
 causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import textwrap
-import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +21,9 @@ from torch.library import opcheck
 
 from .._linked.budget import Maker
 from .._numerics import Packed, Shape, make_case, make_packed, paged
+from ._operators import compiled, traced_alike
+
+__all__ = ["compiled"]  # fixtures
 
 SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)
 PACKED = Packed((5, 0, 9), (6, 3, 9), 4, 2, 16, padding=2)
@@ -55,11 +57,6 @@ def forward_arguments(case: Any) -> tuple[Any, ...]:
     tall = lists[0] if call.max_seqlen_q > 8 else []
     short = lists[1] if tensors[3] is not None or call.max_seqlen_q <= 8 else []
     return *tensors, table, tall, short, *lists[2:], [], *call
-
-
-traced_alike = pytest.mark.skipif(
-    interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
-)
 
 
 @pytest.mark.eager
@@ -205,22 +202,6 @@ def test_forward_mode_raises(requires_grad, device):
         torch.func.jvp(lambda q: blocksparse_attn_func(q, q, q, layout), (x,), (x,))
     with forward_ad.dual_level():
         blocksparse_attn_func(x, x, x, layout)
-
-
-@pytest.fixture
-def compiled():
-    """A compiler that refuses graph breaks."""
-    # else the limit on recompilation is shared between tests
-    torch.compiler.reset()
-
-    def compile(function):
-        return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-
-    with warnings.catch_warnings():
-        # dynamo makes an instance of an autograd function, against PyTorch's own advice
-        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-        yield compile
-    torch.compiler.reset()
 
 
 def loss_of(out: Tensor, lse: Tensor) -> Tensor:

@@ -12,23 +12,10 @@ from blocksparse_attn._layout.lists import COUNTED
 
 from .._numerics import Packed, make_packed, paged, run
 from ._definition import key_lists, query_lists
+from ._lists import random_layout
 
 SIDES = (16, 32, 64)
 BLOCKS = list(itertools.product(SIDES, SIDES))
-
-
-def random_layout(seed, block):
-    """Unsorted columns, some of them twice, empty rows."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = (1, 2, 4, 6)[seed % 4]
-    rows, cols = torch.randint(1, 9, (2,), generator=generator).tolist()
-    kept = torch.rand(heads, rows, cols, generator=generator) < (0.0, 0.4, 0.7, 1.0)[seed % 4]
-    kept |= torch.rand(heads, rows, cols, generator=generator) < 0.3
-    layout = BlockSparseLayout.from_dense(kept, block)
-    crow, col = layout.crow, layout.col
-    if col.shape[1] > 2:
-        col[:, 1] = torch.where(crow[:, 1] > 1, col[:, 0], col[:, 1])
-    return BlockSparseLayout(crow, col, block, num_cols=cols)
 
 
 def entries(lists, owner):

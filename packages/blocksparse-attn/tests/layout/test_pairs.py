@@ -12,7 +12,7 @@ from blocksparse_attn._layout.lists import HEAD, LONGEST, SIDE, piece_of, sizes_
 
 from . import _definition
 from ._definition import key_pairs
-from .test_lists import random_layout
+from ._lists import random_layout
 
 BLOCKS = [(64, 64), (128, 64), (64, 128), (128, 128), (32, 32), (16, 16), (64, 16), (16, 128)]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._layout import lists as layout_lists
-from blocksparse_attn._layout.kept_lists import make_lists
 from blocksparse_attn._layout.kernels import planning
 from blocksparse_attn._layout.lists import ListSpec
 from blocksparse_attn._linked.host.forms import interpreted
@@ -18,21 +17,11 @@ from .._linked.gpus import GPUS, chosen, compiling
 from .._linked.spills import check_builds
 from .._linked.tiers import INTERPRETED
 from ._definition import defined_lists
-from .test_lists import random_layout
+from ._lists import random_layout
+from ._planning import assert_planned_alike
 
 SIDES = (16, 32, 64)
 BLOCKS = list(itertools.product(SIDES, SIDES))
-
-
-def assert_planned_alike(layout, *specs, device, rule=None):
-    crow, col = layout._crow.to(device), layout._col.to(device)
-    for spec in specs:
-        arguments = crow, col, layout.num_cols, layout.block_size, spec, rule
-        made, want = make_lists(*arguments), defined_lists(*arguments)
-        assert type(made) is type(want)
-        for name, mine, eager in zip(want._fields, made, want, strict=True):
-            assert mine.dtype == eager.dtype, name
-            assert torch.equal(mine, eager), (spec, name, mine, eager)
 
 
 def query_specs(heads, block_q, causal):

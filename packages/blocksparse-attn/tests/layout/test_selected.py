@@ -13,7 +13,7 @@ from blocksparse_attn import (
 
 from .._linked.budget import assert_same
 from .._numerics import Packed, Shape, check, layout_of, make_case, make_packed, run
-from ..attention.test_operators import compiled, traced_alike
+from ..attention._operators import compiled, traced_alike
 
 __all__ = ["compiled"]  # a fixture
 

@@ -7,7 +7,7 @@ import torch
 from blocksparse_attn import blocksparse_attn_func, selectors
 
 from .._linked.budget import Maker
-from ..attention.test_operators import compiled, traced_alike
+from ..attention._operators import compiled, traced_alike
 
 __all__ = ["compiled"]  # a fixture
 

@@ -24,9 +24,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from .._linked.budget import Maker, assert_same
 from .._numerics import Packed, Shape, check, make_case, make_packed, paged, run
-from ..attention.test_operators import compiled, traced_alike
+from ..attention._operators import compiled, traced_alike
 from ._definition import defined_lists
-from .test_planning import assert_planned_alike
+from ._planning import assert_planned_alike
 
 __all__ = ["compiled"]  # a fixture
 

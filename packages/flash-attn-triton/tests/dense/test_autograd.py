@@ -26,7 +26,7 @@ from .._numerics import (
     run_eager,
     run_oracle,
 )
-from .test_operators import RICH, Watcher, backward_arguments, operator_arguments
+from ._operators import RICH, Watcher, backward_arguments, operator_arguments
 
 pytestmark = [
     pytest.mark.eager,

@@ -11,7 +11,7 @@ from .._linked.budget import DTYPES, Maker
 from .._linked.rounding import assert_within, median
 from .._numerics import Shape, bounds_of, make_case, run, run_oracle
 from ..tree import _trees
-from .test_fp8 import hopper_products
+from ._fp8 import hopper_products
 
 CASES = [
     (Shape(2, 17, 40, 4, 2, 24), ("causal",)),

@@ -10,7 +10,7 @@ from flash_attn_triton import api, flash_attn_varlen_func
 from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
 
-from .test_operators import Watcher
+from ._operators import Watcher
 
 pytestmark = pytest.mark.eager
 

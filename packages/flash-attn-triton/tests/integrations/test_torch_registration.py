@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._linked.budget import Maker, offsets
-from .test_torch_integration import compare, heads_first, overrides
+from ._torch_integration import compare, heads_first, overrides
 
 __all__ = ["overrides"]  # a fixture
 

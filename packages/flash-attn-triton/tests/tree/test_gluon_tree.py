@@ -11,7 +11,7 @@ from flash_attn_triton._tree import ops as tree_ops
 from flash_attn_triton._tree.eager import tree_forward
 
 from .._linked.numerics import compare, run, run_eager, run_oracle
-from ..dense.hopper.test_gluon import TILES
+from ..dense.hopper._gluon import TILES
 from ._trees import Case, Tree, make
 
 NAN = float("nan")

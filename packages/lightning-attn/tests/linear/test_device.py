@@ -260,7 +260,7 @@ def test_inductor(device):
 def test_sequence_parallelism_over_nccl(tmp_path, device, monkeypatch):
     import torch.multiprocessing as mp
 
-    from ..parallel.test_distributed import SIZES, judge, judge_errors, one_rank_of
+    from ..parallel._distributed import SIZES, judge, judge_errors, one_rank_of
 
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     mp.spawn(one_rank_of, ("nccl", 2, str(tmp_path), tuple(SIZES)), nprocs=2)

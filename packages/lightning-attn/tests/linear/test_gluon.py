@@ -13,7 +13,7 @@ from lightning_attn._linear.tiles import Tile, takes_hopper_walk
 from lightning_attn._linked.host.forms import Memory
 
 from .._numerics import Packed, Shape, check, make_case, make_packed, run
-from .test_varlen import cached
+from ._varlen import cached
 
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 

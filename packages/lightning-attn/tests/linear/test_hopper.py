@@ -18,7 +18,7 @@ from lightning_attn._linear.tiles import Tile, hopper_tile, takes_hopper_walk, w
 from .._linked.gpus import GPUS, chosen, compiling, recording
 from .._numerics import Packed, Shape, check, make_case, make_packed, only_portable, run
 from ._aot import LAUNCHERS, Config
-from .test_varlen import cached
+from ._varlen import cached
 
 HOPPER = "nvidia:sm_90"
 PLATFORM = Platform.parse(HOPPER)

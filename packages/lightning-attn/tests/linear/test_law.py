@@ -9,27 +9,16 @@ import random
 
 import pytest
 import torch
-from lightning_attn import lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
+from lightning_attn import lightning_attn_decode, lightning_attn_varlen_func
 from lightning_attn._linear import ops
 
-from .._linked.budget import TF32X3_UNIT, assert_no_worse_than_eager, offsets
-from .._numerics import SCHEDULES, STATE_UNITS, Shape, make_case, run_eager, run_oracle
+from .._linked.budget import offsets
+from .._numerics import SCHEDULES, Shape, make_case
+from ._law import in_pieces, judge
 
 pytestmark = pytest.mark.eager
 
 SHAPE = Shape(2, 43, 2, 16, 32)
-
-
-def judge(case, out, state):
-    """Hold an output and a final state to the budget of the whole."""
-    oracle = run_oracle(case, grad=False)
-    eager = run_eager(case, oracle, grad=False)
-    dtype = case.inputs["q"].dtype
-    eps = TF32X3_UNIT if dtype == torch.float32 else None
-    assert_no_worse_than_eager("o", out, eager["o"], oracle["o"], 2.0, eps)
-    assert_no_worse_than_eager(
-        "state", state, eager["state"], oracle["state"], 2.0, STATE_UNITS[dtype]
-    )
 
 
 def splits(tokens, seed):
@@ -37,22 +26,6 @@ def splits(tokens, seed):
     draw = random.Random(seed)
     cuts = sorted(draw.sample(range(1, tokens), draw.randint(1, 4)))
     return list(zip([0, *cuts], [*cuts, tokens], strict=True))
-
-
-def in_pieces(case, pieces, schedule="auto"):
-    state, outputs = case.inputs.get("initial_state"), []
-    for begin, end in pieces:
-        part = [case.inputs[name][:, begin:end] for name in "qkv"]
-        out, state = lightning_attn_func(
-            *part,
-            case.inputs["decay"],
-            **case.options,
-            initial_state=state,
-            output_final_state=True,
-            schedule=schedule,
-        )
-        outputs.append(out)
-    return torch.cat(outputs, 1), state
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

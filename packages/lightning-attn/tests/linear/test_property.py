@@ -27,7 +27,7 @@ from .._numerics import (
     make_packed,
     run,
 )
-from .test_law import in_pieces, judge
+from ._law import in_pieces, judge
 
 EXAMPLES = int(os.environ.get("LIGHTNING_ATTN_EXAMPLES", "8"))
 # a merge sees the same examples every time; a number asked for draws anew

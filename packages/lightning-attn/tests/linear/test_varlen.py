@@ -9,6 +9,7 @@ from lightning_attn import lightning_attention_varlen_reference, lightning_attn_
 from .._linked.budget import DTYPES, assert_same
 from .._linked.views import VIEWS, same_values
 from .._numerics import PACKED, PACKED_MEDIUM, SCHEDULES, Packed, check, make_packed, run
+from ._varlen import cached
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
@@ -70,23 +71,6 @@ def test_more_sequences_than_one_search_step(sequences, device):
     got = run(case.on("parallel"), grad=False)
     for name, value in got.items():
         torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-5)
-
-
-def cached(case, slots, flags=None, device="cpu", total=7):
-    """The same case with its states in a cache of NaN."""
-    states = case.inputs["initial_state"]
-    cache = torch.full((total, *states.shape[1:]), float("nan"), device=device)
-    for b, slot in enumerate(slots):
-        if slot >= 0:
-            cache[slot] = states[b]
-    options = {
-        "state_cache": cache,
-        "state_indices": torch.tensor(slots, dtype=torch.int32, device=device),
-    }
-    if flags is not None:
-        options["has_initial_state"] = torch.tensor(flags, device=device)
-    rest = {name: t for name, t in case.inputs.items() if name != "initial_state"}
-    return rest, {**case.options, **options}, cache
 
 
 @pytest.mark.eager

@@ -9,81 +9,8 @@ import pytest
 from nki_paged_attn.sim import ArraySpec, NotModelledError
 
 from ._limits import matmul
-from ._nki import draw, hbm, loaded, nisa, nl, psum, run, sbuf, zeros
-
-
-# body, message, and how it runs
-def load_sum():
-    x = zeros((1, 1), "int32")
-    nisa.tensor_tensor(x, x, x, nl.add)
-    return nisa.register_alloc(x)
-
-
-NOT_MODELLED = [
-    (lambda: nisa.nc_matmul_mx(), "nisa.nc_matmul_mx is not modelled", {}),
-    (lambda: nl.softmax, "nl.softmax is not modelled", {}),
-    (lambda: nl.tile_size.rotten, "nl.tile_size.rotten is not modelled", {}),
-    (lambda: nl.arange, "nl.arange is of neuronxcc.nki; use slices, nl.ds or .ap()", {}),
-    (lambda: sbuf((1, 1)).indirect, "NkiTensor.indirect is not modelled", {}),
-    (lambda: sbuf((1, 1)) * 2.0, "operators on tensors are of neuronxcc.nki; use nki.isa", {}),
-    (lambda: matmul(is_transpose=True), "nisa.nc_matmul: is_transpose", {}),
-    (
-        lambda: zeros((4, 4, 4))[:, unknown_scalar()],
-        "select: an index that is not there without execution",
-        {"execute": False},
-    ),
-    (
-        lambda: bool(nisa.register_alloc(unknown_scalar())),
-        "while: a register that is not known without execution",
-        {"execute": False},
-    ),
-    (lambda: hbm((4, 4))["a"], "NkiTensor[]: an index of type str", {}),
-    (lambda: hbm((4, 4)).ap([[4, 4]], dtype="int32"), "ap: another dtype; use view first", {}),
-    (
-        lambda: nl.fori_loop(0, load_sum(), print),
-        "nl.fori_loop: a register that is not known without execution",
-        {"execute": False},
-    ),
-    (
-        lambda: nisa.tensor_scalar_reduce(
-            sbuf((1, 2)), zeros((1, 2)), nl.add, 1.0, nl.add, sbuf((1, 1)), reduce_init=0.0
-        ),
-        "nisa.tensor_scalar_reduce: commands other than reset_reduce",
-        {},
-    ),
-    (
-        lambda: nisa.dma_transpose(sbuf((4, 8)), hbm((8, 4)), priority=1),
-        "nisa.dma_transpose: priority and oob_mode",
-        {},
-    ),
-    (
-        lambda: nisa.dma_transpose(
-            sbuf((8, 1, 16), "bfloat16"),
-            hbm((16, 1, 8), "bfloat16").vector_select(0, zeros((16, 1), "uint32")),
-        ),
-        "nisa.dma_transpose: an indirect source but of rows in 2 dimensions",
-        {},
-    ),
-    (
-        lambda: nisa.dma_copy(sbuf((4, 4)), hbm((4, 4)).vector_select(0, unknown())),
-        "nisa.dma_copy: indices that are not there without execution",
-        {"execute": False},
-    ),
-]
-
-
-def unknown():
-    """Return indices that come from values, which a run that only logs does not have."""
-    index = sbuf((4, 1), "int32")
-    nisa.tensor_copy(index, zeros((4, 1)))
-    return index
-
-
-def unknown_scalar():
-    """Return an index that comes from values."""
-    index = sbuf((1, 1), "int32")
-    nisa.tensor_copy(index, zeros((1, 1)))
-    return index
+from ._nki import draw, loaded, nisa, nl, psum, run, sbuf, zeros
+from ._scope import NOT_MODELLED
 
 
 def test_every_refusal_names_a_page():

@@ -15,11 +15,11 @@ from prefix_prefill import (
 )
 from torch import Tensor
 
+from .._dropin import LENGTHS, judge, own_pages, with_newest_in_cache
 from .._linked.budget import assert_same, offsets
 from .._numerics import NHD, PACKED, Case, Problem, make_case
 from ..kvcache import _kvcache
 from ..kvcache._kvcache import Call
-from ..test_dropin import LENGTHS, judge, own_pages, with_newest_in_cache
 
 BOTH = pytest.mark.parametrize(
     "function", [context_attention_fwd, chunked_prefill_paged_decode], ids=lambda f: f.__name__

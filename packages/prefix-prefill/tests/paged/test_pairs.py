@@ -13,8 +13,8 @@ from attn_common import detect, fp8_dtype
 
 from .._linked.tiers import INTERPRETED
 from .._numerics import NHD, PACKED, Problem, check, make_case
-from .test_quantised import quantise
-from .test_tree import rows_of, trees
+from ._quantised import quantise
+from ._tree import rows_of, trees
 
 AXES = {
     "format": ("same", "packed", "fp8", "int8", "int4"),

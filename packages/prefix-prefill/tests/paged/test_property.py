@@ -7,12 +7,9 @@ found and the line that reproduces it.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .._linked.budget import DTYPES, assert_same
@@ -27,23 +24,7 @@ from .._numerics import (
     make_case,
     run,
 )
-
-# of an example
-BATCHES = 5
-EXAMPLES = int(os.environ.get("PREFIX_PREFILL_EXAMPLES", "4"))
-# a merge sees the same examples every time; a number asked for draws anew
-DERANDOMIZE = "PREFIX_PREFILL_EXAMPLES" not in os.environ
-
-bounded = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=DERANDOMIZE,
-    print_blob=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    # the fixtures of each function are constant: a filled torch.empty, and seeds
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+from ._property import BATCHES, apart, bounded
 
 # an interpreted case of more tiles than this takes seconds; a GPU does not mind
 QUERIES = st.sampled_from([0, 1, 1, 2, 3, 7, 15, 16, 17, 20])
@@ -53,16 +34,6 @@ PAGES = st.sampled_from([1, 2, 3, 8, 13, 16, 32, 48])
 WINDOWS = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 40))] * 2)
 # drawn with its numbers below, so not by name
 NAMES = [name for name in FEATURES if not name.startswith("window")]
-
-
-def apart(function, *arguments, **options):
-    """Call in a new thread.
-
-    Under Hypothesis the call stack is so deep that interpreted kernels cross the end of one of
-    Python's stack chunks, which then is mapped and unmapped at every call.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *arguments, **options).result()
 
 
 @st.composite

@@ -7,26 +7,14 @@ import itertools
 import pytest
 import torch
 from prefix_prefill import paged_attn_func, shared_prefix_attn_func
-from prefix_prefill._paged.reference import quantised, unpacked
+from prefix_prefill._paged.reference import unpacked
 
 from .._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from .._numerics import MEDIUM, Problem, check, make_case, run, run_eager, run_oracle
+from ._quantised import quantise
 
-LARGEST = {"int8": 127, "int4": 7}
 KINDS = ["int8", "int4"]
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def quantise(case, kind, scale_dtype=torch.float16):
-    """Return a case with its cache in codes. Slots that hold no key have a scale that is NaN."""
-    inputs, stored = dict(case.inputs), {"kv_dtype": kind}
-    for x in "kv":
-        cache = inputs.pop(f"{x}_cache")
-        codes, scales = quantised(cache.float(), LARGEST[kind], scale_dtype)
-        stored[f"{x}_cache"] = codes
-        # beside the queries, so that the reference takes them in its dtype, and moves them
-        inputs[f"{x}_scale_cache"] = scales
-    return type(case)(inputs, {**case.options, **stored})
 
 
 def make(problem, kind, dtype, device, features=(), scale_dtype=torch.float16):

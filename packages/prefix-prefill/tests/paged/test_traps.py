@@ -36,10 +36,10 @@ from prefix_prefill import context_attention_fwd, paged_attn_func
 from prefix_prefill._paged.tiles import long_tile, short_tile
 from triton.compiler.errors import CompilationError
 
+from .._dropin import judge
 from .._linked.budget import Maker, assert_no_worse_than_eager
 from .._linked.gpus import GPUS, compiling
 from .._numerics import MEDIUM, PACKED, Problem, check, make_case, run_oracle
-from ..test_dropin import judge
 
 
 @pytest.mark.eager

@@ -12,31 +12,11 @@ from torch import Tensor
 
 from .._linked.budget import DTYPES, assert_no_worse_than_eager, assert_same
 from .._numerics import NAN, PACKED, Case, Problem, make_case
+from ._tree import rows_of, trees
 
 # sequences of both tiles, trees that cross tiles of keys, one of as many tokens as there are bits
 TREES = Problem(((9, 40), (1, 21), (20, 20), (3, 9)), 4, 2, 16, page=7, padding=2)
 WIDE = Problem(((5, 9), (64, 77)), 4, 2, 16, page=7)
-
-
-def trees(problem: Problem, seed: int = 0) -> list[list[int]]:
-    """Return the parents of each token: drafted trees, in which children follow their parents."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [int(torch.randint(-1, i, (), generator=generator)) if i else -1 for i in range(n)]
-        for n in problem.queries
-    ]
-
-
-def rows_of(parents: list[list[int]], padding: int, device: Any) -> Tensor:
-    """Return ``tree_mask``: a token sees itself and its ancestors."""
-    rows: list[int] = []
-    for one in parents:
-        own: list[int] = []
-        for i, parent in enumerate(one):
-            own.append((own[parent] if parent >= 0 else 0) | 1 << i)
-        rows += own
-    rows = [row - (1 << 64) if row >> 63 else row for row in rows]
-    return torch.tensor(rows + [0] * padding, dtype=torch.int64, device=device)
 
 
 def seen_by_hand(tree: Tensor, queries: int, keys: int, start: int, left: int) -> Tensor:

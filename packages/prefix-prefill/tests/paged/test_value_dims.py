@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._dropin import BOTH, judge
 from .._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from .._linked.gpus import absent_gpu, recording
 from .._numerics import (
@@ -40,10 +41,9 @@ from .._numerics import (
 )
 from ..kvcache import _kvcache, test_kvcache_quantised
 from ..kvcache._kvcache import Call
-from ..test_dropin import BOTH, judge
 from . import test_operators
-from .test_quantised import quantise
-from .test_reference import bias_of, rows_of
+from ._quantised import quantise
+from ._reference import bias_of, rows_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")

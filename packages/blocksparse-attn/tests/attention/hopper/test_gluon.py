@@ -21,14 +21,11 @@ from ... import _numerics
 from ..._linked.budget import assert_same
 from ..._linked.numerics import compare, run_eager, run_oracle
 from ..._numerics import Case, Packed, Shape, check, layout_of, make_case, make_packed, run
+from ._gluon import reverse
+
+__all__ = ["reverse"]  # fixtures
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter")
-
-
-@pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
-def reverse(request):
-    """Which partition goes ahead of the others as far as the barriers let it."""
-    return request.param
 
 
 @pytest.fixture
@@ -267,8 +264,8 @@ def test_a_mistake_is_seen(function, right, wrong, serve):
     """By one order of the partitions or the other."""
     make = uneven if function in OF_HALVES else mistaken
     results = wanted(make)
-    for reverse in (True, False):
-        serve(reverse).plant(function, right, wrong)
+    for goes_ahead in (True, False):
+        serve(goes_ahead).plant(function, right, wrong)
         try:
             case = make()
             compare(case, run(case, grad=False), *results)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._linked.budget import assert_same
 from ..._linked.numerics import compare, run_eager, run_oracle
 from ..._numerics import Case, Shape, check, make_case, run, that_repeats, treat_as_short
-from .test_gluon_backward import both_ways, eager_forward, self_attention
+from ._gluon_backward import both_ways, eager_forward, self_attention
 
 __all__ = ["both_ways", "eager_forward"]  # fixtures
 

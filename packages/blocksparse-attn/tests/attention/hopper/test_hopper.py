@@ -33,6 +33,7 @@ from ..._numerics import (
     takes_hopper,
 )
 from .._aot import Config, launch_forward
+from ._hopper import served
 
 HOPPER = "nvidia:sm_90"
 
@@ -230,12 +231,6 @@ SHAPES = [
     Shape(3, 3000, 3000, 8, 2, 128),  # more tiles than programs
 ]
 BLOCKS = [(64, 64), (128, 128), (128, 64), (64, 32), (32, 32), (128, 32), (64, 16), (16, 16)]
-
-
-def served(case):
-    """Hold the kernel for Hopper to the budget of the package."""
-    assert takes_hopper(case)
-    return check(case, grad=False)
 
 
 @pytest.mark.device

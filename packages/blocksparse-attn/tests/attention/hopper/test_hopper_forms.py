@@ -11,7 +11,7 @@ from blocksparse_attn._attention.reference import visible_keys
 
 from ..._linked.budget import assert_same
 from ..._numerics import Packed, Shape, make_case, make_packed, run
-from .test_hopper import served
+from ._hopper import served
 
 pytestmark = pytest.mark.device
 

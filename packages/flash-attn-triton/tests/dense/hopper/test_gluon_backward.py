@@ -4,57 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import api
 from flash_attn_triton._dense import ops
-from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
-from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._dense.hopper_tiles import hopper_backward_tile
 
 from ..._linked.budget import assert_same
 from ..._numerics import Packed, Shape, check, make_case, make_packed, run
-from .test_gluon import PACKED, TILES, forward, reverse
+from ._gluon import PACKED, forward, reverse
+from ._gluon_backward import KINDS, USED, backward, kinds
 
-__all__ = ["forward", "reverse"]  # fixtures
+__all__ = ["backward", "forward", "reverse"]  # fixtures
 
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
-
-KINDS = {
-    # either warpgroup has half of the rows of dq, or of its columns
-    "rows": HopperBackwardTile(128, 3, 2),
-    "columns": HopperBackwardTile(64, 2, 2),
-    "softcap": HopperBackwardTile(64, 3, 3),
-    "wide": HopperBackwardTile(64, 2, 2, block_n=64),
-    "apart": HopperBackwardTile(64, 2, 2, is_apart=True),
-}
-kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide", "apart"])
-
-
-@pytest.fixture
-def backward(monkeypatch, forward):
-    """Return a function that has one kernel serve every backward call."""
-    from flash_attn_triton._dense import launch as dense_launch
-    from flash_attn_triton._dense.hopper.backward import launch as hopper_launch
-    from flash_attn_triton._dense.portable import backward_launch
-
-    from ..._linked.gluon import Kernel
-
-    monkeypatch.setattr(backward_launch, "takes_hopper_backward", lambda *_: True)
-    real = hopper_launch.backward_kernel
-    kernels = []
-
-    def serve(tile, reverse=True, features=()):
-        if "dropout" in features and {"window", "window_left"} & set(features):
-            # not for the forward's kernel
-            monkeypatch.setattr(dense_launch, "takes_hopper_forward", lambda *_: False)
-            monkeypatch.setattr(api, "_known", Memory())
-        else:
-            forward(TILES["plain"], reverse)
-        kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_launch, "hopper_backward_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_launch, "backward_kernel", kernels[-1])
-        return kernels[-1]
-
-    yield serve
-    assert all(kernel.launches for kernel in kernels)
 
 
 CASES = [
@@ -155,9 +115,6 @@ def test_backward_of_packed_tensors(tile, features, backward, reverse):
 def test_backward_of_packed_tensors_with_features(tile, backward):
     backward(KINDS[tile])
     check(make_packed(PACKED, torch.float16, "cpu", ("causal", "dropout", "alibi_batch")))
-
-
-USED = torch.tensor([37, 0, 90, 0], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 from flash_attn_triton._dense import ops
 
 from ..._numerics import Case, Packed, Shape, check, make_case, make_packed
-from .test_gluon import caught, forward, reverse
-from .test_gluon_backward import KINDS, USED, backward, kinds
+from ._gluon import caught, forward, reverse
+from ._gluon_backward import KINDS, USED, backward, kinds
 
 __all__ = ["backward", "forward", "reverse"]  # fixtures
 

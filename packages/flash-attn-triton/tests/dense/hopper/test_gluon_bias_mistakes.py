@@ -7,9 +7,9 @@ import torch
 from flash_attn_triton._dense import ops
 
 from ..._numerics import Shape, make_case
-from .test_gluon import caught, forward
-from .test_gluon_backward import backward
-from .test_gluon_bias import biased, gradients, hiding, in_order, with_bias
+from ._gluon import caught, forward
+from ._gluon_backward import backward
+from ._gluon_bias import biased, gradients, hiding, in_order, with_bias
 
 __all__ = ["backward", "biased", "forward", "gradients"]  # fixtures
 

@@ -14,8 +14,8 @@ from flash_attn_triton._dense.hopper_tiles import HopperTile, hopper_tile
 
 from ..._linked.budget import Maker, assert_same, offsets
 from ..._numerics import Case, Shape, run
-from ..test_fp8 import assert_accurate, make
-from .test_gluon import ARRIVE_V, WAIT_K, forward, reverse
+from .._fp8 import assert_accurate, make
+from ._gluon import ARRIVE_V, WAIT_K, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 

@@ -14,8 +14,8 @@ from flash_attn_triton import api, flash_attn_func
 from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
 
-from ..._numerics import Packed, Shape, make_case, make_packed
-from ..test_invariant import Sequence, assert_chunks_are_the_same, check, invariant
+from ..._numerics import Packed, Shape, check, make_case, make_packed
+from .._invariant import Sequence, assert_chunks_are_the_same, invariant
 
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 

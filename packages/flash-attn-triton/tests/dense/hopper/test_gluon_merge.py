@@ -13,7 +13,7 @@ from flash_attn_triton._parallel import passes, shards
 from flash_attn_triton._parallel.pieces import MERGED
 
 from ..._linked.budget import Maker, offsets
-from .test_gluon import TILES, forward, reverse
+from ._gluon import TILES, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 

@@ -9,10 +9,7 @@ import pytest
 import torch
 from attn_common import detect
 from flash_attn_triton._dense.call import Options, Tensors
-from flash_attn_triton._dense.hopper.forward.launch import HopperForward
 from flash_attn_triton._dense.hopper_tiles import HopperTile, hopper_tile
-from flash_attn_triton._dense.launch import PortableForward
-from flash_attn_triton._dense.portable.form import Form, readable
 from flash_attn_triton._dense.tiles import takes_hopper_forward
 from flash_attn_triton._linked.hopper import tickets
 from flash_attn_triton._linked.hopper.tma import MapForm
@@ -23,9 +20,8 @@ from ..._linked.spills import check_builds
 from ..._linked.views import VIEWS
 from ..._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 from ..._numerics import check as check_call
+from ._hopper import HOPPER, LONG, features, hopper
 
-HOPPER = "nvidia:sm_90"
-LONG = hopper_tile(64, True, is_long=True)
 TILES = [hopper_tile(d, causal) for d in (64, 128, 256) for causal in (False, True)] + [LONG]
 
 
@@ -36,43 +32,6 @@ def on_hopper(request):
         platform = detect(request.getfixturevalue("device"))
         if not platform.is_hopper:
             pytest.skip(f"{platform} is not Hopper")
-
-
-def hopper(
-    q,
-    k,
-    v,
-    *,
-    sinks=None,
-    alibi_slopes=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    softmax_scale=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=0,
-    max_seqlen_k=0,
-    seqused_k=None,
-    dropout_p=0.0,
-    rng_state=None,
-    return_lse=True,
-    tile=None,
-    merges=False,
-):
-    """Launch the kernel with the arguments of the public functions; once more if it ``merges``."""
-    left, right = window_size
-    right = 0 if causal else right
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, alibi_slopes, sinks)
-    x = readable(x._replace(rng_state=rng_state))
-    options = Options(scale, left, right, softcap, dropout_p)
-    form = Form(x, options)
-    portable = PortableForward(form, x, q.dtype)
-    forward = HopperForward(form, x, q.dtype, portable, is_kept=q.is_cuda, tile=tile)
-    out, lse = forward(x)
-    assert not merges or forward.merge(x, out, lse)
-    return out, lse
 
 
 def check(case, **options):
@@ -163,35 +122,6 @@ def test_tiles_fit_the_barriers_of_the_hardware(tile: HopperTile):
 
 
 # ---- what it builds into
-
-
-def features(name: str) -> dict[str, object]:
-    name = name.removeprefix("merging ")
-    meta = functools.partial(torch.empty, device="meta")
-    offsets = meta(3, dtype=torch.int32)
-    return {
-        "full": {},
-        "causal": {"causal": True},
-        "long": {"causal": True, "tile": LONG},
-        "left": {"window_size": (100, -1)},
-        "dropout": {"dropout_p": 0.1, "rng_state": meta(2, dtype=torch.int64)},
-        "causal dropout": {
-            "causal": True,
-            "dropout_p": 0.1,
-            "rng_state": meta(2, dtype=torch.int64),
-        },
-        "few": {"causal": True, "sinks": meta(16)},
-        "packed": {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
-        "rich": {
-            "window_size": (100, 0),
-            "softcap": 30.0,
-            "sinks": meta(4),
-            "alibi_slopes": meta(4),
-            "cu_seqlens_q": offsets,
-            "cu_seqlens_k": offsets,
-            "seqused_k": meta(2, dtype=torch.int32),
-        },
-    }[name]
 
 
 @pytest.mark.aot

@@ -12,7 +12,7 @@ from flash_attn_triton import varlen_attention_reference
 from ..._linked.budget import Maker, assert_no_worse_than_eager, assert_same, offsets
 from ..._linked.views import VIEWS
 from ..._numerics import Case, Shape, only_portable
-from ..test_fp8 import DESCALES, assert_accurate, judged, make
+from .._fp8 import DESCALES, assert_accurate, judged, make
 from ._hopper_fp8 import E4M3, launch, plan
 
 

@@ -7,7 +7,7 @@ import torch
 from flash_attn_triton._dense.hopper_tiles import LONG, hopper_pack
 
 from ..._linked.gpus import counting, recording
-from .test_hopper import HOPPER, features, hopper
+from ._hopper import HOPPER, features, hopper
 
 
 @pytest.mark.eager

@@ -14,7 +14,7 @@ from nki_paged_attn.sim import NotModelledError
 
 from .. import test_registers as registers
 from .._nki import run
-from ..test_scope import NOT_MODELLED
+from .._scope import NOT_MODELLED
 from . import test_arguments as arguments
 from . import test_engines as engines
 from . import test_memory as memory

@@ -8,7 +8,7 @@ from prefix_prefill._paged import ops
 
 from ..._linked.budget import Maker, assert_same
 from ..._numerics import NAN, Case, Problem, check, make_case, run, run_oracle
-from ..test_quantised import quantise
+from .._quantised import quantise
 
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 

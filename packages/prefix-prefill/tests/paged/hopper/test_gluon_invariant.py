@@ -20,12 +20,12 @@ from prefix_prefill import (
 from prefix_prefill._linked.host.forms import Memory
 from prefix_prefill._paged import ops
 
+from ..._dropin import own_pages, with_newest_in_cache
 from ..._linked.budget import Maker, assert_same
 from ..._numerics import NAN, PACKED, Problem, make_case
 from ...kvcache import _kvcache
 from ...kvcache._kvcache import Call
-from ...test_dropin import own_pages, with_newest_in_cache
-from ..test_invariant import Sequence, assert_the_same, attend, check_invariant
+from .._invariant import Sequence, assert_the_same, attend, check_invariant
 
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 

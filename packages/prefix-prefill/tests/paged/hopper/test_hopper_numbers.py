@@ -18,8 +18,8 @@ from torch import Tensor
 from ..._linked.budget import assert_same
 from ..._linked.views import VIEWS
 from ..._numerics import Case, Problem, check, make_case, run
-from ..test_property import BATCHES, apart, bounded
-from ..test_quantised import quantise
+from .._property import BATCHES, apart, bounded
+from .._quantised import quantise
 
 pytestmark = pytest.mark.device
 
