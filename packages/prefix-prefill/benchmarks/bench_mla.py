@@ -1,6 +1,6 @@
 """Benchmark of multi-head latent attention: check first, then time, in turns.
 
-    python benchmarks/bench_mla.py --json api.json
+    python benchmarks/bench_mla.py --json mla.json
     python benchmarks/bench_mla.py --cases 128 --providers ours,portable
     python benchmarks/bench_mla.py --dry-run        tiny, on the CPU
 
