@@ -48,12 +48,16 @@ class ForwardPlan:
         """Return the output and the final states (without elements if not needed)."""
         final = states_like(x.k, x.v, x.cu_seqlens) if self._options.output_final_state else None
         out = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        launch_all(self._walk.reads(Inputs(*x, final), out, self._options.scale))
+        calls = self._walk.reads(Inputs(*x, final), out, self._options.scale)
+        for launch, grid, tensors, numbers in calls:  # a function would be one frame more
+            launch(grid, tensors, numbers)
         return out, _absent(x.q) if final is None else final
 
     def fill(self, out: Tensor, x: CachedTensors) -> None:
         """Fill ``out``, and advance the sequences' slots of the cache."""
-        launch_all(self._walk.reads(_on_cache(x), out, self._options.scale))
+        calls = self._walk.reads(_on_cache(x), out, self._options.scale)
+        for launch, grid, tensors, numbers in calls:
+            launch(grid, tensors, numbers)
 
     def fits(self, x: BackwardTensors) -> bool:
         """Return whether saved tensors still have the memory layout of the forward pass."""
