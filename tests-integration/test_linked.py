@@ -229,6 +229,32 @@ def test_optional_libraries_are_named_where_they_are_missing(python):
     assert [x.partition('"')[0] for x in told] == expected
 
 
+# every module of launches that is no kernel's own, imported first and without Triton
+LAUNCHES = """
+import importlib, json, os, pkgutil, sys
+package = importlib.import_module(os.environ["PACKAGE"])
+sys.modules["triton"] = None
+told = {}
+prefix = package.__name__ + "."
+for found in pkgutil.walk_packages(package.__path__, prefix, onerror=lambda _: None):
+    parts = found.name.split(".")
+    if parts[-1] == "launch" and not {"_linked", "hopper"} & {*parts}:
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            told[found.name] = str(error)
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_each_launcher_says_that_triton_is_missing(name, python):
+    told = json.loads(python(LAUNCHES, env=os.environ | {"PACKAGE": name}).splitlines()[-1])
+    assert told
+    wanted = f"a kernel of {name.replace('_', '-')} needs triton 3.6 or newer, which is not"
+    assert {module: text for module, text in told.items() if not text.startswith(wanted)} == {}
+
+
 class Compiled:
     """Replaces a compiled kernel: keeps what it is launched with."""
 
