@@ -15,7 +15,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._attention.portable.form import launch_of
-from .. import lists as kernels_lists
+from .. import lists as layout_lists
 from ..lists import Lists, ListSpec, Pairs, common_bounds, empty_lists, piece_of, steps_of
 from .lists import bit_kernel, list_kernel
 from .pair_blocks import RANKED
@@ -158,7 +158,7 @@ def make_pairs(
     heads, device, turns = len(col), crow.device, spec.pack
     piece = piece_of(block_size)
     parts_q, parts_k = (tokens // piece for tokens in block_size)
-    side = kernels_lists.SIDE // piece
+    side = layout_lists.SIDE // piece
     made = empty_lists(crow, col, cols, block_size, spec)
     made.parts.zero_()
     pieces, programs, bound = len(made.parts), len(made.owners), len(made.items)
@@ -209,18 +209,18 @@ def make_pairs(
         in_list=in_list,
         in_blocks=in_blocks,
         sorted=in_blocks,
-        kept=kernels_lists.KEPT,
+        kept=layout_lists.KEPT,
         chunks=chunks,
-        most=2 * steps_of(kernels_lists.LONGEST, turns),
-        most_apart=2 * steps_of(kernels_lists.SHORTER, turns),
+        most=2 * steps_of(layout_lists.LONGEST, turns),
+        most_apart=2 * steps_of(layout_lists.SHORTER, turns),
         programs=programs,
         turns=turns,
         rows=rows,
         lists=lists,
         bound=bound,
-        head=kernels_lists.HEAD,
-        window=kernels_lists.WINDOW,
-        alike=kernels_lists.ALIKE,
+        head=layout_lists.HEAD,
+        window=layout_lists.WINDOW,
+        alike=layout_lists.ALIKE,
     )
 
     def run(stage: str, grid: int, x: PairTensors, n: PairNumbers) -> None:
@@ -231,7 +231,7 @@ def make_pairs(
         # the same stages for pieces, before blocks are made of them
         alone, last, order, rank = (ints(pieces) for _ in range(4))
         x = tensors._replace(alone_ptr=alone, last_ptr=last, order_ptr=order, rank_ptr=rank)
-        n = numbers._replace(sorted=in_list, kept=kernels_lists.KEPT)
+        n = numbers._replace(sorted=in_list, kept=layout_lists.KEPT)
         run("apart", pieces // side, x, n)
         run("rank", lists * cdiv(in_list, RANKED.value), x, n)
         run("cells", blocks, x, n)
