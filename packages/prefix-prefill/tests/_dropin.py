@@ -1,4 +1,4 @@
-"""What tests of dropin share with others."""
+"""Helpers of dropin tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of forward share with others."""
+"""Helpers of forward tests that other tests use too."""
 
 from __future__ import annotations
 

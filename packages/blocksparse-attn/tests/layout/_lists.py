@@ -1,4 +1,4 @@
-"""What tests of lists share with others."""
+"""Helpers of lists tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of planning share with others."""
+"""Helpers of planning tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of fp8 share with others."""
+"""Helpers of fp8 tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of operators share with others."""
+"""Helpers of operators tests that other tests use too."""
 
 from __future__ import annotations
 

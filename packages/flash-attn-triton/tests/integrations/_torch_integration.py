@@ -1,4 +1,4 @@
-"""What tests of torch integration share with others."""
+"""Helpers of torch integration tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of law share with others."""
+"""Helpers of law tests that other tests use too."""
 
 from __future__ import annotations
 

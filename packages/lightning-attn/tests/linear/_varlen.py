@@ -1,4 +1,4 @@
-"""What tests of varlen share with others."""
+"""Helpers of varlen tests that other tests use too."""
 
 from __future__ import annotations
 

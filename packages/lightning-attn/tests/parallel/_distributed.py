@@ -1,4 +1,4 @@
-"""What tests of distributed share with others."""
+"""Helpers of distributed tests that other tests use too."""
 
 from __future__ import annotations
 

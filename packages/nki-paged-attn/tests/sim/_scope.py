@@ -1,4 +1,4 @@
-"""What tests of scope share with others."""
+"""Helpers of scope tests that other tests use too."""
 
 from __future__ import annotations
 

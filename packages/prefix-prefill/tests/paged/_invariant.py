@@ -1,4 +1,4 @@
-"""What tests of invariant share with others."""
+"""Helpers of invariant tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of property share with others."""
+"""Helpers of property tests that other tests use too."""
 
 from __future__ import annotations
 

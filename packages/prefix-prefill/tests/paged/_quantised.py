@@ -1,4 +1,4 @@
-"""What tests of quantised share with others."""
+"""Helpers of quantised tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of reference share with others."""
+"""Helpers of reference tests that other tests use too."""
 
 from __future__ import annotations
 

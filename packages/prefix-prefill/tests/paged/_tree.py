@@ -1,4 +1,4 @@
-"""What tests of tree share with others."""
+"""Helpers of tree tests that other tests use too."""
 
 from __future__ import annotations
 

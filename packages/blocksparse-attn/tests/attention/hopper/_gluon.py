@@ -1,4 +1,4 @@
-"""What tests of gluon share with others."""
+"""Helpers of gluon tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of hopper share with others."""
+"""Helpers of hopper tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of gluon backward share with others."""
+"""Helpers of gluon backward tests that other tests use too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of gluon bias share with others."""
+"""Helpers of gluon bias tests that other tests use too."""
 
 from __future__ import annotations
 
