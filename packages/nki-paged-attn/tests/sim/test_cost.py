@@ -315,17 +315,35 @@ def test_14_decode_takes_a_group_fewer_tensor_cycles_than_the_old_plan(group):
     assert old.cycles["tensor"] >= group * new.cycles["tensor"]
 
 
+# gates that a kernel for exactly these lengths met, and that a form for any lengths misses
+MISSED = pytest.mark.xfail(
+    reason="a form moves more bytes, and waits more, than a kernel for these"
+)
+DECODES, PROMPT, CHUNK = ([1] * 4, [1500] * 4), ([600], [0]), ([100], [3000])
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("case", [([1] * 4, [1500] * 4), ([600], [0]), ([100], [3000])], ids=str)
-def test_14_bytes_are_near_the_lower_bound(block_size, case):
-    """Of two KV heads: a sequence of one is cut for two programs, and keys cross twice."""
+@pytest.mark.parametrize(
+    ("case", "kv_heads"),
+    [
+        *((case, 2) for case in (DECODES, PROMPT, CHUNK)),
+        (DECODES, 1),
+        # one head of one sequence is cut for two programs, and keys cross twice
+        pytest.param(PROMPT, 1, marks=MISSED),
+        pytest.param(CHUNK, 1, marks=MISSED),
+    ],
+    ids=str,
+)
+def test_14_bytes_are_near_the_lower_bound(block_size, case, kv_heads):
     module = bench()
-    moved = module.trace_new(*case, kv_heads=2, block_size=block_size).dma_bytes()
-    lowest = 2 * module.lower_bound(*case, group=8, head_dim=128)
+    moved = module.trace_new(*case, kv_heads=kv_heads, block_size=block_size).dma_bytes()
+    lowest = kv_heads * module.lower_bound(*case, group=8, head_dim=128)
     assert lowest <= moved <= 1.25 * lowest
 
 
-@pytest.mark.parametrize("context", [130, 150, 200, 300])
+@pytest.mark.parametrize(
+    "context", [*(pytest.param(c, marks=MISSED) for c in (24, 33, 100)), 130, 150, 200, 300]
+)
 def test_14_bytes_of_short_decodes_are_near_the_lower_bound(context):
     """Tables are small compared with keys and values from some 130 tokens on."""
     module = bench()
@@ -366,9 +384,10 @@ def test_logs_of_plans_check_what_they_are_given(changes, error, text):
         trace_plan(plan, **{"head_dim": 64, "blocks": 1} | changes)
 
 
-def test_14_the_bound_is_busy_in_prefill():
-    """Of 2048 tokens; barriers take a larger share of shorter ones."""
-    found = cost(bench().trace_new([2048], [0]))
+@pytest.mark.parametrize("tokens", [pytest.param(1024, marks=MISSED), 2048])
+def test_14_the_bound_is_busy_in_prefill(tokens):
+    """Barriers take a larger share of shorter prompts."""
+    found = cost(bench().trace_new([tokens], [0]))
     assert found.busy[found.bound] >= 0.7
 
 
@@ -425,6 +444,12 @@ def test_the_committed_table_is_what_the_script_computes():
     for group, row in report["decode cycles"].items():
         assert all(factor >= int(group) for c, factor in row.items() if int(c) >= 1024)
     assert all(x <= 1.25 for c, x in report["decode bytes"].items() if int(c) >= 130)
+
+
+@MISSED
+def test_every_case_of_the_table_is_near_the_lower_bound():
+    report = json.loads(bench().RESULTS.read_text())
+    assert all(report[name]["new"]["dma_bytes_over_bound"] <= 1.25 for name in bench().CASES)
 
 
 def test_the_old_plan_computes_attention():
