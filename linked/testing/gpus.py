@@ -239,10 +239,12 @@ def recording(name: str) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
-        def launch(*_: Any, OPTIONS: Any = None, **options: Any) -> None:
-            # also list constants that come in one structure by name
-            named = {} if OPTIONS is None else OPTIONS._asdict()
-            launches.append(Launch(kernel.__name__, grid, named | options))
+        def launch(*_: Any, **options: Any) -> None:
+            # list the fields of structures of constants by name
+            named: dict[str, Any] = {}
+            for name, value in options.items():
+                named |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+            launches.append(Launch(kernel.__name__, grid, named))
 
         return launch
 
