@@ -11,9 +11,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_attn_triton._dense.portable.primitives import key_range, query_range
-from flash_attn_triton._dense.portable.structures import Options, Scores
-from flash_attn_triton._linked.portable.primitives import count_steps, step_start
+from flash_attn_triton._dense.portable.arguments import Options
+from flash_attn_triton._linked.portable.mask import (
+    Mask,
+    count_steps,
+    key_range,
+    query_range,
+    step_start,
+)
 
 BLOCK = 16
 LENGTHS = [(50, 18), (18, 50), (33, 47), (1, 40), (32, 16)]
@@ -43,22 +48,15 @@ def _walk_kernel(
     left = tl.load(cases_ptr + 3 * count + case)
     right = tl.load(cases_ptr + 4 * count + case)
     OPTIONS: tl.constexpr = Options(1, HAS_LEFT, HAS_RIGHT, False, 0)
-    diagonal = seqlen_k - seqlen_q
-    scores = Scores(
-        None, None, None, None, diagonal, seqlen_q, seqlen_k, left, right, None, None, None
-    )
+    mask = Mask(seqlen_q, seqlen_k, seqlen_k - seqlen_q, left, right)
     if BY_KEY:
-        walk = query_range(first, first + BLOCK - 1, scores, OPTIONS, BLOCK)
+        walk = query_range(first, first + BLOCK - 1, mask, OPTIONS, BLOCK)
     else:
         last = tl.minimum(first + BLOCK, seqlen_q) - 1
-        walk = key_range(first, last, scores, OPTIONS, BLOCK)
+        walk = key_range(first, last, mask, OPTIONS, BLOCK)
     for masked in tl.static_range(2):
-        steps = count_steps(
-            walk.start, walk.full_start, walk.full_end, walk.last, BLOCK, masked == 1
-        )
-        for step in tl.range(0, steps):
-            begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK, masked == 1)
-            tile = begin // BLOCK
+        for step in tl.range(0, count_steps(walk, BLOCK, masked == 1)):
+            tile = step_start(step, walk, BLOCK, masked == 1) // BLOCK
             slot = tl.where((tile < 0) | (tile >= SLOTS), SLOTS - 1, tile)
             at = visits_ptr + (case * 2 + masked) * SLOTS + slot
             tl.store(at, tl.load(at) + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from attn_common import has_gluon
 from flash_attn_triton import (
     attention_reference,
     flash_attn_tree_func,
@@ -379,57 +377,6 @@ def test_which_calls_the_kernels_for_hopper_serve():
             assert served(64) == (False, False)
     with absent_gpu("nvidia:sm_80"):
         assert served(64) == (False, False)
-
-
-@pytest.mark.eager
-def test_kernels_take_what_is_passed():
-    pytest.importorskip("triton")
-    from flash_attn_triton._dense.portable import structures as s
-    from flash_attn_triton._tree import launch as tree_launch
-    from flash_attn_triton._tree.portable import structures as t
-    from flash_attn_triton._tree.portable import walk as tree_walk
-
-    gradient = (t.TreeNumbers, t.TreeGradientStrides, s.Options, s.Tile)
-    parts = {
-        "tree_forward_kernel": (t.TreeForwardTensors, t.TreeNumbers, s.ForwardOptions, s.Tile),
-        "tree_dq_kernel": (s.Inputs, "dq_ptr", t.Tree, *gradient),
-        "tree_dkdv_kernel": (
-            s.Inputs, "dk_ptr", "dv_ptr", t.Tree, "links_ptr", *gradient, "SETTLE",
-        ),
-        "link_kernel": (t.LinkTensors, "segments", "BLOCK"),
-        "count_below_kernel": (t.CountTensors, "segments", "BLOCK", "BLOCK_M"),
-    }  # fmt: skip
-    modules = [tree_launch, tree_walk]
-    if has_gluon():
-        from flash_attn_triton._dense.hopper.backward import structures as b
-        from flash_attn_triton._dense.hopper.forward import structures as d
-        from flash_attn_triton._tree.hopper import (
-            backward as tree_backward,
-        )
-        from flash_attn_triton._tree.hopper import (
-            forward as tree_forward,
-        )
-        from flash_attn_triton._tree.hopper import structures as h
-
-        modules += [tree_forward, tree_backward]
-        parts["tree_forward_kernel"] = (
-            h.TreeForwardTensors,
-            h.TreeForwardNumbers,
-            h.TreeOptions,
-            d.Tile,
-        )
-        parts["tree_backward_kernel"] = (
-            b.Maps,
-            h.TreeTensors,
-            h.TreeNumbers,
-            h.TreeOptions,
-            b.Tile,
-        )
-    kernels = {n: x for m in modules for n, x in vars(m).items() if n.endswith("_kernel")}
-    assert kernels.keys() == parts.keys()
-    for name, expected in parts.items():
-        fields = [n for p in expected for n in ([p] if isinstance(p, str) else p._fields)]
-        assert list(inspect.signature(kernels[name].fn).parameters) == fields, name
 
 
 @pytest.mark.eager

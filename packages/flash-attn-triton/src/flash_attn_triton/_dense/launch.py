@@ -10,10 +10,11 @@ from attn_common import fp8_info
 from torch import Tensor
 
 from .._linked.launch import builds
+from .._linked.launch.entries import flat
 from .._linked.launch.runtime import dense, first_columns, widened
 from .call import Backward, Forward, Grads, Merge, Options, Tensors
 from .invariant import InvariantForward
-from .portable import structures
+from .portable.arguments import Counts, ForwardTensors
 from .portable.backward_launch import plan_backward
 from .portable.form import Form, Work, expand_descales, is_served_as_is, new_memory, readable
 from .portable.forward import forward_kernel
@@ -29,8 +30,7 @@ class PortableForward:
         # only the scale comes between the products and the softmax
         has_scale_alone = x.bias is None and x.alibi_slopes is None and options.softcap == 0.0
         no_factor = x.q_descale is x.k_descale is None
-        constants = structures.ForwardOptions(
-            *form.constants,
+        constants = form.constants._replace(
             FOLD=has_scale_alone and no_factor and options.softmax_scale >= 0,
             DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
             # e4m3fn holds 2**8, e4m3fnuz 2**7
@@ -59,7 +59,7 @@ class PortableForward:
             descales = expand_descales(descales, (form.batch, form.heads_k))
         counts = tokens_q, tokens_k
         grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(*counts))
-        tensors = structures.ForwardTensors(
+        tensors = ForwardTensors(
             q,
             x.k,
             x.v,
@@ -81,8 +81,8 @@ class PortableForward:
     def _count(self, tokens_q: int, tokens_k: int) -> Work:
         form = self._form
         tiles = form.tiles(tokens_q, self._tile.block_m)
-        counts = structures.Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
-        return tiles * form.heads_q * form.grid_batch, (*form.scalars, *counts, *form.strides)
+        counts = Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
+        return tiles * form.heads_q * form.grid_batch, flat(form.scalars, counts, form.strides)
 
 
 class Plan(NamedTuple):

@@ -9,8 +9,8 @@ from attn_common import detect
 from torch import Tensor
 
 from .._dense.call import Options, Tensors
-from .._dense.portable import structures
-from .._dense.portable.backward_launch import RowNumbers, empty_like, sink_gradient
+from .._dense.portable.arguments import Inputs
+from .._dense.portable.backward_launch import RowSums, empty_like, sink_gradient
 from .._dense.portable.form import Form, layout_of, readable
 from .._dense.tiles import (
     backward_dkdv_tile,
@@ -19,17 +19,13 @@ from .._dense.tiles import (
     takes_hopper_backward,
     takes_hopper_forward,
 )
-from .._linked.host.forms import Memory, interpreted
+from .._linked.host.forms import Memory
+from .._linked.launch.entries import flat
 from .._linked.launch.runtime import aligned, dense, first_columns, widened
+from .portable.arguments import ForwardTensors, Numbers, Strides, Tree
 from .portable.backward import tree_dkdv_kernel, tree_dq_kernel
 from .portable.forward import tree_forward_kernel
 from .portable.links import Links
-from .portable.structures import (
-    Tree,
-    TreeForwardTensors,
-    TreeGradientStrides,
-    TreeNumbers,
-)
 
 
 class TreeForward:
@@ -37,13 +33,8 @@ class TreeForward:
 
     def __init__(self, form: Form) -> None:
         options = form.options
-        constants = structures.ForwardOptions(
-            *form.constants,
-            FOLD=options.softcap == 0.0 and options.softmax_scale >= 0,
-            DESCALE_PER_HEAD=False,
-            SHIFT=0,
-            OUT_MAX=0.0,
-        )
+        is_scaled = options.softcap == 0.0 and options.softmax_scale >= 0
+        constants = form.constants._replace(FOLD=is_scaled)
         self._form = form
         self._tile = forward_tile(form.platform, form.widest_head, form.itemsize)
         self._launch = form.launch(tree_forward_kernel, self._tile, constants)
@@ -53,11 +44,11 @@ class TreeForward:
         form = self._form
         out = x.q.new_empty((*x.q.shape[:-1], form.head_dim_v))
         lse = x.q.new_empty((form.heads_q, x.q.shape[0]), dtype=torch.float32)
-        numbers = _numbers(form, x, self._tile.block_m)
-        tensors = TreeForwardTensors(
+        tiles, numbers = _work(form, x, self._tile.block_m)
+        tensors = ForwardTensors(
             x.q, x.k, x.v, out, lse, dense(x.sinks), dense(x.cu_seqlens_q), dense(parents)
         )
-        self._launch(numbers.tiles * form.heads_q, tensors, numbers)
+        self._launch(tiles * form.heads_q, tensors, numbers)
         return out, lse
 
 
@@ -70,25 +61,21 @@ class TreeGradients:
         self._link = Links()
         self._tile_dkdv = backward_dkdv_tile(*shape_class)
         self._tile_dq = backward_dq_tile(*shape_class)
-        settle = form.platform.is_hopper and not interpreted()
-        self._launch_dkdv = form.launch(tree_dkdv_kernel, self._tile_dkdv, SETTLE=settle)
+        self._launch_dkdv = form.launch(tree_dkdv_kernel, self._tile_dkdv, settle=True)
         self._launch_dq = form.launch(tree_dq_kernel, self._tile_dq)
 
     def __call__(
-        self, x: Tensors, inputs: structures.Inputs, parents: Tensor, grads: tuple[Tensor, ...]
+        self, x: Tensors, inputs: Inputs, parents: Tensor, grads: tuple[Tensor, ...]
     ) -> None:
         """Fill the gradients of q, k and v."""
         form = self._form
         dq, dk, dv = grads
         tree = Tree(dense(x.cu_seqlens_q), dense(parents))
         links = self._link(tree.parents_ptr)
-        strides = TreeGradientStrides(*inputs.dout_ptr.stride()[:2])
-        numbers = _numbers(form, x, self._tile_dkdv.block_n)
-        self._launch_dkdv(
-            numbers.tiles * form.heads_k, (*inputs, dk, dv, *tree, links), (*numbers, *strides)
-        )
-        numbers = _numbers(form, x, self._tile_dq.block_m)
-        self._launch_dq(numbers.tiles * form.heads_q, (*inputs, dq, *tree), (*numbers, *strides))
+        tiles, numbers = _work(form, x, self._tile_dkdv.block_n, inputs.dout_ptr)
+        self._launch_dkdv(tiles * form.heads_k, (*inputs, dk, dv, *tree, links), numbers)
+        tiles, numbers = _work(form, x, self._tile_dq.block_m, inputs.dout_ptr)
+        self._launch_dq(tiles * form.heads_q, (*inputs, dq, *tree), numbers)
 
 
 class TreePlan:
@@ -97,7 +84,7 @@ class TreePlan:
     def __init__(self, form: Form, x: Tensors) -> None:
         self.form = form
         self._forward = TreeForward(form)
-        self._row_numbers = RowNumbers(form, x.q.dtype)
+        self._row_numbers = RowSums(form, x.q.dtype)
         self._gradients = TreeGradients(form)
         self._hopper_forward = None
         if takes_hopper_forward(x, form.options, x.q.dtype):
@@ -135,7 +122,7 @@ class TreePlan:
         hopper = None if deterministic else self._hopper_gradients
         sums = None if hopper is None else hopper.new_sums(x.q)
         delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
-        inputs = structures.Inputs(*x[:3], dout, lse2, delta)
+        inputs = Inputs(*x[:3], dout, lse2, delta)
         if hopper is None:
             self._gradients(x, inputs, parents, grads)
         else:
@@ -224,16 +211,22 @@ def launch_tree_backward(
     return dq, dk, dv, none if dsinks is None else dsinks
 
 
-def _numbers(form: Form, x: Tensors, block: int) -> TreeNumbers:
-    """Return the numbers of a launch whose programs own ``block`` tokens each."""
+def _work(
+    form: Form, x: Tensors, block: int, dout: Tensor | None = None
+) -> tuple[int, tuple[float, ...]]:
+    """Return the tiles and the numbers of a launch whose programs own ``block`` tokens each."""
     tokens = x.q.shape[0]
-    return TreeNumbers(
-        *form.scalars[:2],
-        form.batch,
-        form.heads_q,
-        tokens,
-        form.tiles(tokens, block),
-        *x.q.stride()[:2],
-        *x.k.stride()[:2],
-        *x.v.stride()[:2],
+    tiles = form.tiles(tokens, block)
+    numbers = Numbers(
+        scale=form.scalars.scale,
+        softcap=form.scalars.softcap,
+        segments=form.batch,
+        heads_q=form.heads_q,
+        tokens=tokens,
+        tiles=tiles,
+        q=Strides(*x.q.stride()[:2]),
+        k=Strides(*x.k.stride()[:2]),
+        v=Strides(*x.v.stride()[:2]),
+        dout=Strides(*((0, 0) if dout is None else dout.stride()[:2])),
     )
+    return tiles, flat(numbers)

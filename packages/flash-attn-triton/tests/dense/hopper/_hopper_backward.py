@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash_attn_triton._dense.portable.structures import Extras
+from flash_attn_triton._dense.portable.arguments import Extras
 
 HOPPER = "nvidia:sm_90"
 

@@ -11,9 +11,9 @@ from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward, draws_apart
 from flash_attn_triton._dense.hopper.backward.round_dq import round_dq_kernel
 from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
-from flash_attn_triton._dense.portable.backward_launch import RowNumbers
+from flash_attn_triton._dense.portable.arguments import PIECE, Inputs
+from flash_attn_triton._dense.portable.backward_launch import RowSums
 from flash_attn_triton._dense.portable.form import Form
-from flash_attn_triton._dense.portable.structures import PIECE, Inputs
 from flash_attn_triton._dense.tiles import takes_hopper_backward
 from flash_attn_triton._linked.launch.runtime import aligned
 
@@ -71,7 +71,7 @@ class _Backward(torch.autograd.Function):
         plan = HopperBackward(form, x, ctx.tile, ordered=ctx.ordered)
         dout, lse = aligned(dout), lse.float().contiguous()
         sums = plan.new_sums(q).fill_(math.nan)
-        delta, lse2 = RowNumbers(form, out.dtype)(out.contiguous(), dout, dlse, lse, sums)
+        delta, lse2 = RowSums(form, out.dtype)(out.contiguous(), dout, dlse, lse, sums)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         plan(inputs, extras_of(x), *grads, sums)
@@ -228,7 +228,7 @@ def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
     form = Form(Tensors(out, out, out), Options(0.1, -1, -1, 0.0, 0.0))
     sums = torch.full((pieces + 1, PIECE), math.nan, device=device)
     shift = lse if dlse else None
-    delta, lse2 = RowNumbers(form, out.dtype)(out, out, shift, lse, sums[:pieces])
+    delta, lse2 = RowSums(form, out.dtype)(out, out, shift, lse, sums[:pieces])
     assert not sums[:pieces].any()
     assert sums[pieces].isnan().all()
     want = (out * out).sum(-1).transpose(1, 2) - (lse if dlse else 0.0)

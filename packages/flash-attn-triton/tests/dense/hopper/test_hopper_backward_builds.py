@@ -9,8 +9,8 @@ import torch
 from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
 from flash_attn_triton._dense.hopper_tiles import hopper_backward_tile
+from flash_attn_triton._dense.portable.arguments import Extras, Inputs
 from flash_attn_triton._dense.portable.form import Form
-from flash_attn_triton._dense.portable.structures import Extras, Inputs
 
 from ..._linked.gpus import chosen, compiling
 from ..._linked.spills import check_builds

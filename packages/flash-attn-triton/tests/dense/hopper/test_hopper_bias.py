@@ -12,8 +12,8 @@ from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
 from flash_attn_triton._dense.hopper.forward.launch import HopperForward
 from flash_attn_triton._dense.hopper_tiles import hopper_backward_bias_tile, hopper_bias_tile
 from flash_attn_triton._dense.launch import PortableForward
+from flash_attn_triton._dense.portable.arguments import PIECE, Extras, Inputs
 from flash_attn_triton._dense.portable.form import Form
-from flash_attn_triton._dense.portable.structures import PIECE, Extras, Inputs
 
 from ..._linked.gpus import absent_gpu, chosen, compiling
 from ..._linked.spills import check_builds

@@ -9,8 +9,10 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
+from ..._linked.host.forms import ACCESS_BYTES, Memory
+from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import MAX_COUNTS, Launch, aligned, compact, dense, token_strides
+from ..._linked.portable.primitives import Strides
 from ..call import Backward, PlannedGrads, Tensors
 from ..tiles import (
     backward_dkdv_tile,
@@ -20,29 +22,31 @@ from ..tiles import (
     takes_hopper_backward,
     takes_short_backward,
 )
+from .arguments import (
+    PIECE,
+    BiasCounts,
+    Counts,
+    Extras,
+    GradientStrides,
+    Inputs,
+    RowNumbers,
+    RowTensors,
+    RowTile,
+    ShortNumbers,
+    ShortTensors,
+)
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .backward_rows import row_kernel
 from .backward_short import short_kernel
 from .bias_gradient import bias_gradient_kernel
 from .form import Form, Work, new_memory
-from .structures import (
-    PIECE,
-    BiasCounts,
-    Counts,
-    Extras,
-    Inputs,
-    RowCounts,
-    RowTile,
-    ShortNumbers,
-    SumCounts,
-)
 
 # rows per program of the row kernel
 ROWS = 32
 
 
-class RowNumbers:
+class RowSums:
     """The two numbers per row that every tile of the row needs; see ``row_kernel``."""
 
     def __init__(self, form: Form, out_dtype: torch.dtype) -> None:
@@ -52,8 +56,7 @@ class RowNumbers:
         tile = RowTile(form.head_dim_v, form.block_dv, row_bytes, ROWS, PIECE)
         # by whether dlse is given and whether sums is given
         self._launches = [
-            [Launch(row_kernel, {**tile._asdict(), "num_warps": 4}) for _ in range(2)]
-            for _ in range(2)
+            [Launch(row_kernel, {"TILE": tile, "num_warps": 4}) for _ in range(2)] for _ in range(2)
         ]
 
     def __call__(
@@ -71,8 +74,7 @@ class RowNumbers:
         programs, numbers = self._work.get(counts) or self._work.keep(
             counts, self._count(lse, dout, sums)
         )
-        # the fields of RowTensors
-        tensors = out, dout, lse, dense(dlse), delta, lse2, sums
+        tensors = RowTensors(out, dout, lse, dense(dlse), delta, lse2, sums)
         self._launches[dlse is not None][sums is not None](programs, tensors, numbers)
         return delta, lse2
 
@@ -80,10 +82,15 @@ class RowNumbers:
         rows = lse.numel()
         programs = cdiv(rows, ROWS)
         pieces = 0 if sums is None else sums.numel() // PIECE
-        return programs, (
-            *RowCounts(lse.shape[-1], rows, self._form.heads_q),
-            *token_strides(dout),
-            *SumCounts(cdiv(pieces, programs), pieces),
+        return programs, flat(
+            RowNumbers(
+                tokens=lse.shape[-1],
+                rows=rows,
+                heads_q=self._form.heads_q,
+                dout=Strides(*token_strides(dout)),
+                share=cdiv(pieces, programs),
+                pieces=pieces,
+            )
         )
 
 
@@ -93,8 +100,7 @@ class KeyGradients:
     def __init__(self, form: Form) -> None:
         self._form = form
         self._tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
-        settle = form.platform.is_hopper and not interpreted()
-        self._launch = form.launch(dkdv_kernel, self._tile, SETTLE=settle)
+        self._launch = form.launch(dkdv_kernel, self._tile, settle=True)
         self._work = new_memory()
 
     def __call__(self, inputs: Inputs, extras: Extras, dk: Tensor, dv: Tensor) -> None:
@@ -108,8 +114,8 @@ class KeyGradients:
         tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
         tiles = form.tiles(tokens_k, self._tile.block_n)
         counts = Counts(tokens_q, tokens_k, tiles, form.span_k(tokens_q))
-        strides = *token_strides(inputs.dout_ptr), *form.strides
-        return tiles * form.heads_k * form.grid_batch, (*form.scalars, *counts, *strides)
+        numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
+        return tiles * form.heads_k * form.grid_batch, numbers
 
 
 class QueryGradient:
@@ -132,8 +138,8 @@ class QueryGradient:
         tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
         tiles = form.tiles(tokens_q, self._tile.block_m)
         counts = Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
-        strides = *token_strides(inputs.dout_ptr), *form.strides
-        return tiles * form.heads_q * form.grid_batch, (*form.scalars, *counts, *strides)
+        numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
+        return tiles * form.heads_q * form.grid_batch, numbers
 
 
 class ShortGradients:
@@ -142,25 +148,28 @@ class ShortGradients:
     def __init__(self, form: Form, x: Tensors) -> None:
         tile = short_tile(form.platform, form.widest_head, form.itemsize)
         scalars, (tokens_q, tokens_k) = form.scalars, (x.q.shape[1], x.k.shape[1])
-        settle = form.platform.is_hopper and not interpreted()
         # by whether dlse is given
-        self._launches = [form.launch(short_kernel, tile, SETTLE=settle) for _ in range(2)]
+        self._launches = [form.launch(short_kernel, tile, settle=True) for _ in range(2)]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
         self._grid = programs + form.batch * form.heads_q * cdiv(tokens_q, tile.block_m)
-        self._ahead = (
-            scalars.scale,
-            scalars.softcap,
-            scalars.window_left,
-            scalars.window_right,
-            form.heads_q,
-            tokens_q,
-            tokens_k,
-            programs,
+        strides = form.strides
+        self._form_numbers = ShortNumbers(
+            scale=scalars.scale,
+            softcap=scalars.softcap,
+            window_left=scalars.window_left,
+            window_right=scalars.window_right,
+            heads_q=form.heads_q,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            key_programs=programs,
+            dout=strides.q,  # replaced by those of dout
+            q=strides.q,
+            k=strides.k,
+            v=strides.v,
         )
-        self._behind = form.strides[:9]
         self._shapes = x.q.shape, x.k.shape, x.v.shape
         # by the strides of dout, which the signature does not fix
-        self._numbers: Memory[ShortNumbers] = Memory(MAX_COUNTS)
+        self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
 
     def __call__(
         self,
@@ -176,16 +185,13 @@ class ShortGradients:
         shape_q, shape_k, shape_v = self._shapes
         dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
         strides = dout.stride()
-        numbers = self._numbers.get(strides) or self._numbers.keep(
-            strides, ShortNumbers(*self._ahead, *token_strides(dout), *self._behind)
-        )
-        self._launches[dlse is not None](
-            self._grid,
-            # the fields of ShortTensors
-            (q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
-            numbers,
-        )
+        numbers = self._numbers.get(strides) or self._numbers.keep(strides, self._count(dout))
+        tensors = ShortTensors(q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv)
+        self._launches[dlse is not None](self._grid, tensors, numbers)
         return dq, dk, dv, None, None
+
+    def _count(self, dout: Tensor) -> tuple[float, ...]:
+        return flat(self._form_numbers._replace(dout=Strides(*token_strides(dout))))
 
 
 class BiasGradient:
@@ -217,8 +223,8 @@ class BiasGradient:
             columns,
             *(int(size == 1) for size in dbias.shape),
         )
-        strides = *token_strides(inputs.dout_ptr), *form.strides
-        return batch * heads * tiles_m * tiles_n, (*form.scalars, *counts, *strides)
+        numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
+        return batch * heads * tiles_m * tiles_n, numbers
 
 
 class Gradients(NamedTuple):
@@ -244,7 +250,7 @@ class BackwardPlan:
         self._form = form
         # shapes of q, k and v, which the signature of a packed call does not fix
         self._shapes = None if form.is_packed else (x.q.shape, x.k.shape, x.v.shape)
-        self._row_numbers = RowNumbers(form, out_dtype)
+        self._row_numbers = RowSums(form, out_dtype)
         self._key_gradients = KeyGradients(form)
         self._query_gradient = QueryGradient(form, x.bias is not None)
         self._bias_gradient = None if x.bias is None else BiasGradient(form)
@@ -327,6 +333,10 @@ def _extras(x: Tensors) -> Extras:
         dense(x.cu_seqlens_k),
         dense(x.seqused_k),
     )
+
+
+def _strides(form: Form, dout: Tensor) -> GradientStrides:
+    return GradientStrides(Strides(*token_strides(dout)), *form.strides)
 
 
 def _counts_of(inputs: Inputs) -> tuple[int, int, tuple[int, ...]]:

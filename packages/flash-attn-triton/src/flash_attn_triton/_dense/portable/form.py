@@ -19,10 +19,11 @@ from ..._linked.launch.runtime import (
     token_strides,
     whole_rows,
 )
+from ..._linked.portable.primitives import Strides
 from ..._reference.philox import dropout_threshold, keep_scale
 from ..call import Options, Tensors
 from ..hopper_tiles import panels_of
-from . import structures
+from . import arguments
 
 # most bytes that concurrent programs should read
 L2_BYTES = 32 * 2**20
@@ -63,7 +64,7 @@ class Form:
         self.block_d = padded_head_dim(self.head_dim, self.itemsize)
         self.block_dv = padded_head_dim(self.head_dim_v)
         self._token_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
-        self.scalars = structures.Scalars(
+        self.scalars = arguments.Scalars(
             options.softmax_scale,
             options.softcap,
             keep_scale(options.dropout_p),
@@ -75,14 +76,12 @@ class Form:
             self.heads_q,
         )
         has_slopes_by_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
-        self.strides = structures.Strides(
-            *token_strides(q),
-            *token_strides(x.k),
-            *token_strides(v),
-            *bias_strides(x.bias),
+        self.strides = arguments.InputStrides(
+            *(Strides(*token_strides(t)) for t in (q, x.k, v)),
+            arguments.BiasStrides(*bias_strides(x.bias)),
             self.heads_q if has_slopes_by_sequence else 0,
         )
-        self.constants = structures.Options(
+        self.constants = arguments.Options(
             GROUP=self.group,
             HAS_LEFT=options.window_left >= 0,
             HAS_RIGHT=options.window_right >= 0,
@@ -99,11 +98,11 @@ class Form:
         self,
         kernel: Any,
         tile: Tile,
-        options: structures.Options | structures.ForwardOptions | None = None,
-        **constants: Any,
+        options: arguments.Options | None = None,
+        settle: bool = False,
     ) -> Launch:
         """Return the launch of a kernel that works on tiles of scores."""
-        shape = structures.Tile(
+        shape = arguments.Tile(
             HEAD_DIM=self.head_dim,
             HEAD_DIM_V=self.head_dim_v,
             BLOCK_D=self.block_d,
@@ -112,10 +111,10 @@ class Form:
             BLOCK_N=tile.block_n,
             PRECISION=tile.precision,
             UPCAST=interpreted(),
+            SETTLE=settle and self.platform.is_hopper and not interpreted(),
         )
         kind = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        options = options or self.constants
-        return Launch(kernel, {**options._asdict(), **shape._asdict(), **constants, **kind})
+        return Launch(kernel, {"OPTIONS": options or self.constants, "TILE": shape, **kind})
 
     def tiles(self, tokens: int, block: int) -> int:
         """Blocks of tokens per head; packed: slots for them."""

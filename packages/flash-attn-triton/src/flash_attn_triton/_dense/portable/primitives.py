@@ -7,8 +7,9 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
+from ..._linked.portable.mask import is_visible
 from ..._linked.portable.primitives import INF, LOG2E, NEG_INF, tanh
-from .structures import DropoutKey, Walk
+from .structures import DropoutKey, Head
 
 # widest access to memory
 ACCESS_BYTES = tl.constexpr(16)
@@ -24,27 +25,20 @@ KEY_STEP = tl.constexpr(0x9E3779B9)
 
 @triton.jit
 def load_tile(
-    base,
-    rows,
-    stride,
-    first,
-    last,
-    cols,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
+    base, rows, stride, first, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load rows x cols of a matrix with unit column stride; rows outside [first, last) give 0.
+    """Load rows of a matrix, ``[rows, BLOCK]``; rows outside [first, last) give 0.
 
-    The launcher ensures that every row begins at a multiple of ``ACCESS_BYTES``.
+    Columns have unit stride. Every row begins at a multiple of ``ACCESS_BYTES``.
     """
+    cols = tl.arange(0, BLOCK)  # [BLOCK]
     # int64: rows * stride may exceed 2**31 elements
     begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ACCESS_BYTES, ACCESS_BYTES])
     pointers = begin + cols[None, :]
     if MASKED:
         mask = (rows >= first)[:, None] & (rows < last)[:, None] & (cols < WIDTH)[None, :]
         tile = tl.load(pointers, mask=mask, other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
+    elif WIDTH != BLOCK:
         tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)  # whole tile inside: no mask needed
@@ -53,23 +47,16 @@ def load_tile(
 
 @triton.jit
 def load_tile_transposed(
-    base,
-    rows,
-    stride,
-    first,
-    last,
-    cols,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
+    base, rows, stride, first, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load the same tile as ``load_tile``, as cols x rows."""
+    """Load the same tile as ``load_tile``, transposed."""
+    cols = tl.arange(0, BLOCK)  # [BLOCK]
     begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ACCESS_BYTES, ACCESS_BYTES])
     pointers = begin + cols[:, None]
     if MASKED:
         mask = (rows >= first)[None, :] & (rows < last)[None, :] & (cols < WIDTH)[:, None]
         tile = tl.load(pointers, mask=mask, other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
+    elif WIDTH != BLOCK:
         tile = tl.load(pointers, mask=(cols < WIDTH)[:, None], other=0.0)
     else:
         tile = tl.load(pointers)  # whole tile inside: no mask needed
@@ -83,19 +70,21 @@ def logits_of(products, rows, cols, scores, head, OPTIONS: tl.constexpr):
     ``rows`` and ``cols`` broadcast against ``products``, so either may run down the tile.
     """
     if OPTIONS.HAS_SOFTCAP:
-        logits = tanh(products * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
+        logits = tanh(products * (scores.scale / scores.numbers.softcap)) * (
+            scores.numbers.softcap * LOG2E
+        )
     else:
         logits = products * (scores.scale * LOG2E)
     if head.slope is not None:
-        distance = tl.abs(rows + scores.diagonal - cols).to(tl.float32)
+        distance = tl.abs(rows + scores.mask.diagonal - cols).to(tl.float32)
         logits -= distance * (head.slope * LOG2E)
     if OPTIONS.BIAS_BYTES:
-        begin = head.bias_ptr + rows.to(tl.int64) * scores.stride_bias_m
+        begin = head.bias_ptr + rows.to(tl.int64) * scores.bias.row
         if OPTIONS.BIAS_BYTES == ACCESS_BYTES:
             pointers = tl.multiple_of(begin, [ACCESS_BYTES, ACCESS_BYTES]) + cols
         else:
-            pointers = begin + cols.to(tl.int64) * scores.stride_bias_n
-        inside = (rows < scores.seqlen_q) & (cols < scores.seqlen_k)
+            pointers = begin + cols.to(tl.int64) * scores.bias.col
+        inside = (rows < scores.mask.seqlen_q) & (cols < scores.mask.seqlen_k)
         logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2E
     return logits
 
@@ -104,7 +93,7 @@ def logits_of(products, rows, cols, scores, head, OPTIONS: tl.constexpr):
 def through_softcap(ds, products, scores, HAS_SOFTCAP: tl.constexpr):
     """Turn the gradient of logits into the gradient of raw products, without the scale."""
     if HAS_SOFTCAP:
-        capped = tanh(products * (scores.scale / scores.softcap))
+        capped = tanh(products * (scores.scale / scores.numbers.softcap))
         # a key that no row sees may hold NaN; its gradient is 0 already
         ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - capped * capped))
     return ds
@@ -154,70 +143,6 @@ def count_keys(seqused_k_ptr, sequence, batch, seqlen_k):
 
 
 @triton.jit
-def is_visible(rows, cols, end, scores, OPTIONS: tl.constexpr):
-    """Mask of the keys before ``end`` that each query sees.
-
-    Windows are aligned bottom-right: query i stands at key i + seqlen_k - seqlen_q.
-    """
-    # no row is negative: this gives the mask both of its dimensions
-    visible = (cols < end) & (rows >= 0)
-    if OPTIONS.HAS_RIGHT:
-        visible &= cols <= rows + scores.diagonal + scores.window_right
-    if OPTIONS.HAS_LEFT:
-        visible &= cols >= rows + scores.diagonal - scores.window_left
-    return visible
-
-
-@triton.jit
-def key_range(first_row, last_row, scores, OPTIONS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
-    diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
-    first = 0
-    last = scores.seqlen_k
-    full_first = 0
-    full_last = scores.seqlen_k
-    if OPTIONS.HAS_LEFT:
-        first = tl.maximum(first, first_row + diagonal - left)
-        full_first = tl.maximum(full_first, last_row + diagonal - left)
-    if OPTIONS.HAS_RIGHT:
-        last = tl.maximum(tl.minimum(last, last_row + diagonal + right + 1), 0)
-        full_last = tl.maximum(tl.minimum(full_last, first_row + diagonal + right + 1), 0)
-    start = first // BLOCK_N * BLOCK_N
-    full_end = full_last // BLOCK_N * BLOCK_N
-    full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_N) * BLOCK_N
-    full_start = tl.maximum(full_start, start)
-    full_end = tl.maximum(full_end, full_start)
-    return Walk(first, last, start, full_start, full_end)
-
-
-@triton.jit
-def query_range(first_key, last_key, scores, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the ``Walk`` over the queries that see the keys ``first_key..last_key``.
-
-    The mirror image of ``key_range``; for a tile of keys that exceeds the end, no tile is whole.
-    """
-    diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
-    first = 0
-    last = scores.seqlen_q
-    full_first = 0
-    full_last = scores.seqlen_q
-    if OPTIONS.HAS_RIGHT:
-        first = tl.maximum(first, first_key - diagonal - right)
-        full_first = tl.maximum(full_first, last_key - diagonal - right)
-    if OPTIONS.HAS_LEFT:
-        last = tl.maximum(tl.minimum(last, last_key - diagonal + left + 1), 0)
-        full_last = tl.maximum(tl.minimum(full_last, first_key - diagonal + left + 1), 0)
-    if last_key >= scores.seqlen_k:
-        full_last = 0
-    start = first // BLOCK_M * BLOCK_M
-    full_end = full_last // BLOCK_M * BLOCK_M
-    full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_M) * BLOCK_M
-    full_start = tl.maximum(full_start, start)
-    full_end = tl.maximum(full_end, full_start)
-    return Walk(first, last, start, full_start, full_end)
-
-
-@triton.jit
 def dropout_key(rng_state_ptr, batch_head):
     """Return the dropout key of a head of a sequence, or None without dropout."""
     key = None
@@ -246,7 +171,7 @@ def is_kept(rows, cols, scores, key):
         word = tl.add(word, KEY_STEP, sanitize_overflow=False)
     draw = tl.where(rows & 8 == 0, c0, c1)
     draw = tl.where(cols & 8 == 0, draw & 0xFFFF, draw >> 16)
-    return draw >= scores.dropout_threshold
+    return draw >= scores.numbers.dropout_threshold
 
 
 @triton.jit
@@ -270,57 +195,54 @@ def score_gradient(
     logits = logits_of(products, rows, cols, scores, head, OPTIONS)
     p = tl.exp2(logits - lse2)
     if MASKED:
-        visible = is_visible(rows, cols, scores.seqlen_k, scores, OPTIONS)
+        visible = is_visible(rows, cols, scores.mask.seqlen_k, scores.mask, OPTIONS)
         p = tl.where(visible, p, 0.0)
         # a key that no row sees may hold NaN
         dp = tl.where(visible, dp, 0.0)
     p_kept = p
     if scores.rng_state_ptr is not None:
         kept = is_kept(rows, cols, scores, head.dropout)
-        p_kept = tl.where(kept, p * scores.keep_scale, 0.0)
-        dp = tl.where(kept, dp * scores.keep_scale, 0.0)
+        p_kept = tl.where(kept, p * scores.numbers.keep_scale, 0.0)
+        dp = tl.where(kept, dp * scores.numbers.keep_scale, 0.0)
     return p_kept, p * (dp - delta)
 
 
 @triton.jit
-def load_queries(
-    q_base,
-    dout_base,
-    lse2_ptr,
-    delta_ptr,
-    row_base,
-    rows,
-    stride_qs,
-    stride_dos,
-    seqlen_q,
-    TILE: tl.constexpr,
-):
+def extras_of(tensors, strides, sequence, head, heads_q):
+    """Return the ``Head`` of a query head of a sequence."""
+    bias_ptr = tensors.bias_ptr
+    if tensors.bias_ptr is not None:
+        bias_ptr += (
+            sequence.to(tl.int64) * strides.bias.batch + head.to(tl.int64) * strides.bias.head
+        )
+    slope = None
+    if tensors.alibi_slopes_ptr is not None:
+        slope = tl.load(tensors.alibi_slopes_ptr + sequence.to(tl.int64) * strides.alibi + head)
+    return Head(slope, bias_ptr, dropout_key(tensors.rng_state_ptr, sequence * heads_q + head))
+
+
+@triton.jit
+def load_queries(q_base, dout_base, inputs, row_base, rows, strides, seqlen_q, TILE: tl.constexpr):
     """Load a block of queries, and its output gradient, LSE and delta; see ``Inputs``."""
-    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
-    q = load_tile(
-        q_base, rows, stride_qs, 0, seqlen_q, cols_d, TILE.HEAD_DIM, TILE.BLOCK_D, True
-    )  # [BLOCK_M, BLOCK_D]
+    # [BLOCK_M, BLOCK_D], [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M]
+    q = load_tile(q_base, rows, strides.q.token, 0, seqlen_q, TILE.HEAD_DIM, TILE.BLOCK_D, True)
     dout = load_tile(
-        dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, TILE.HEAD_DIM_V, TILE.BLOCK_DV, True
-    )  # [BLOCK_M, BLOCK_DV]
-    lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)  # [BLOCK_M]
-    delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)  # [BLOCK_M]
+        dout_base, rows, strides.dout.token, 0, seqlen_q, TILE.HEAD_DIM_V, TILE.BLOCK_DV, True
+    )
+    lse2 = load_row(inputs.lse2_ptr + row_base, rows, seqlen_q, INF, True)
+    delta = load_row(inputs.delta_ptr + row_base, rows, seqlen_q, 0.0, True)
     return q, dout, lse2, delta
 
 
 @triton.jit
 def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.constexpr):
     """Load a tile of keys and one of values, both transposed, with tokens as columns."""
-    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     k_t = load_tile_transposed(
         source.k_ptr,
         keys,
         source.stride_ks,
         walk.first,
         walk.last,
-        cols_d,
         TILE.HEAD_DIM,
         TILE.BLOCK_D,
         MASKED,
@@ -331,7 +253,6 @@ def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.cons
         source.stride_vs,
         walk.first,
         walk.last,
-        cols_dv,
         TILE.HEAD_DIM_V,
         TILE.BLOCK_DV,
         MASKED,

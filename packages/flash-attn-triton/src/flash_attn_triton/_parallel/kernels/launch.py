@@ -8,11 +8,12 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from ..._dense.portable.structures import MergeNumbers, MergeTensors, MergeTile
 from ..._linked.host.forms import Memory
 from ..._linked.host.tiles import padded_head_dim
+from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import Launch, compact
 from ..pieces import MERGED, Piece
+from .arguments import MergeNumbers, MergeTensors, MergeTile, Raster
 from .merge import merge_kernel
 from .wait import wait_kernel
 
@@ -21,7 +22,7 @@ ROWS = 32
 
 _launches: Memory[Launch] = Memory()
 # by the rasters of the pieces, which repeat with a table
-_work: Memory[tuple[int, MergeNumbers]] = Memory()
+_work: Memory[tuple[int, tuple[float, ...]]] = Memory()
 # in a trace, an exchange took less time to begin after the kernel that it waited for
 HEAD_START_NS = 16_000
 # no tokens
@@ -55,7 +56,7 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
     launch = _launches.get(key)
     if launch is None:
         tile = MergeTile(head_dim, padded_head_dim(head_dim), ROWS)
-        launch = _launches.keep(key, Launch(merge_kernel, {**tile._asdict(), "num_warps": 4}))
+        launch = _launches.keep(key, Launch(merge_kernel, {"TILE": tile, "num_warps": 4}))
     counts = is_in_place, tokens, heads, *[piece.raster for piece in pieces]
     grid, numbers = _work.get(counts) or _work.keep(
         counts, _count(pieces, tokens, heads, is_in_place)
@@ -71,15 +72,15 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
 
 def _count(
     pieces: Sequence[Piece], tokens: int, heads: int, is_in_place: bool
-) -> tuple[int, MergeNumbers]:
+) -> tuple[int, tuple[float, ...]]:
     """Return the grid and the numbers of a launch."""
     begin, end = 0, tokens
     if is_in_place:
         begin = min(piece.raster[0] for piece in pieces[1:])
         end = max(piece.end for piece in pieces[1:])
     rasters = [piece.raster for piece in pieces] + [_ABSENT] * (MERGED - len(pieces))
-    numbers = [number for raster in rasters for number in raster]
-    return heads * cdiv(end - begin, ROWS), MergeNumbers(begin, end, tokens, heads, *numbers)
+    numbers = MergeNumbers(begin, end, tokens, heads, *(Raster(*raster) for raster in rasters))
+    return heads * cdiv(end - begin, ROWS), flat(numbers)
 
 
 def give_way(x: Tensor) -> None:

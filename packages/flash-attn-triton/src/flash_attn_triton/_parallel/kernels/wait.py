@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..._linked.launch.entries import Number, Pointer, entry
 
-@triton.jit(do_not_specialize=["nanoseconds"])
-def wait_kernel(x_ptr, nanoseconds):
+
+@entry(triton.jit)
+def wait_kernel(x_ptr: Pointer, nanoseconds: Number):
     """Return after ``nanoseconds``. One program is enough; ``x_ptr`` only selects the device."""
     now = tl.extra.cuda.globaltimer()
     end = now + nanoseconds

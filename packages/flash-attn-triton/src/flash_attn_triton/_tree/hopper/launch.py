@@ -21,15 +21,15 @@ from ..._dense.hopper_tiles import (
     hopper_tile,
     panels_of,
 )
+from ..._dense.portable.arguments import Inputs
 from ..._dense.portable.form import Form
-from ..._dense.portable.structures import Inputs
 from ..._linked.hopper.tickets import MAX_TICKETS, new_ticket
 from ..._linked.hopper.tma import MapForm, MappingLaunch
 from ..._linked.host.forms import Memory
 from ..._linked.host.tiles import padded_head_dim
 from ..._linked.launch.runtime import MAX_COUNTS, Launch, dense
+from ..portable.arguments import CountTensors
 from ..portable.links import LINKS, Links
-from ..portable.structures import CountTensors
 from ..portable.walk import count_below_kernel
 from .backward import tree_backward_kernel
 from .forward import tree_forward_kernel

@@ -6,7 +6,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._linked.launch.runtime import Launch
-from .structures import LinkTensors
+from .arguments import LinkTensors
 from .walk import link_kernel
 
 # segments per program

@@ -10,6 +10,10 @@ import triton
 import triton.language as tl
 
 from ..._dense.portable.schedule import find_sequence
+from ..._dense.portable.structures import Keys, Scores
+from ..._linked.launch.entries import Number, entry
+from ..._linked.portable.mask import Mask
+from .arguments import CountTensors, LinkTensors
 
 
 @triton.jit
@@ -48,6 +52,22 @@ def parent_of(parents_ptr, segment):
 
 
 @triton.jit
+def keys_above(tensors, cu_seqlens_ptr, numbers, above, segment, length, head_k):
+    """Return ``Keys`` and ``Scores`` of a segment on the path of ``segment``, of ``length``."""
+    start, seqlen_k = bounds_of(cu_seqlens_ptr, above)
+    # causal within the own segment; a segment above is visible as a whole
+    diagonal = tl.where(above == segment, 0, seqlen_k)
+    source = Keys(
+        tensors.k_ptr + head_k * numbers.k.head + start * numbers.k.token,
+        tensors.v_ptr + head_k * numbers.v.head + start * numbers.v.token,
+        numbers.k.token,
+        numbers.v.token,
+    )
+    mask = Mask(length, seqlen_k, diagonal, -1, 0)
+    return source, Scores(numbers.scale, numbers, mask, None, None)
+
+
+@triton.jit
 def next_below(parents_ptr, links_ptr, segments, segment, root):
     """Return the segment after this one in the preorder of all below ``root``; -1 at the end."""
     found = tl.load(links_ptr + segment)  # first child
@@ -57,22 +77,19 @@ def next_below(parents_ptr, links_ptr, segments, segment, root):
     return found
 
 
-@triton.jit(do_not_specialize=("segments",), do_not_specialize_on_alignment=("parents_ptr",))
-def link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
-    """``links[0, s] = first child of s``, ``links[1, s] = next sibling of s``; -1 for none.
-
-    The parameters are the fields of ``LinkTensors``, ``segments`` and ``BLOCK``.
-    """
+@entry(triton.jit)
+def link_kernel(tensors: LinkTensors, segments: Number, BLOCK: tl.constexpr):
+    """``links[0, s] = first child of s``, ``links[1, s] = next sibling of s``; -1 for none."""
     begin = tl.program_id(0) * BLOCK
     own = begin + tl.arange(0, BLOCK)  # [BLOCK]
     inside = own < segments
-    parent = tl.load(parents_ptr + own, mask=inside, other=-1)
+    parent = tl.load(tensors.parents_ptr + own, mask=inside, other=-1)
     child = tl.zeros([BLOCK], tl.int32) + segments  # [BLOCK]
     sibling = child
     # both come after the segment itself
     for first in range(begin, segments, BLOCK):
         other = first + tl.arange(0, BLOCK)  # [BLOCK]
-        above = tl.load(parents_ptr + other, mask=other < segments, other=-1)
+        above = tl.load(tensors.parents_ptr + other, mask=other < segments, other=-1)
         above = tl.where(above < other, above, -1)
         # [BLOCK, BLOCK]
         is_child = above[None, :] == own[:, None]
@@ -80,37 +97,28 @@ def link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
         child = tl.minimum(child, tl.min(tl.where(is_child, other[None, :], segments), 1))
         sibling = tl.minimum(sibling, tl.min(tl.where(is_sibling, other[None, :], segments), 1))
     # the siblings of roots are never read: no walk goes from root to root
-    tl.store(links_ptr + own, tl.where(child < segments, child, -1), mask=inside)
+    tl.store(tensors.links_ptr + own, tl.where(child < segments, child, -1), mask=inside)
     sibling = tl.where(sibling < segments, sibling, -1)
-    tl.store(links_ptr + segments + own, sibling, mask=inside)
+    tl.store(tensors.links_ptr + segments + own, sibling, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=("segments",),
-    do_not_specialize_on_alignment=("cu_seqlens_ptr", "parents_ptr"),
-)
+@entry(triton.jit)
 def count_below_kernel(
-    cu_seqlens_ptr,
-    parents_ptr,
-    below_ptr,
-    segments,
-    BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    tensors: CountTensors, segments: Number, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """``below[s] += sum(ceil(length_t / BLOCK_M))`` over all segments t below s.
 
-    ``below`` is 0 before the launch. The parameters are the fields of ``CountTensors``,
-    ``segments`` and the two constants.
+    ``below`` is 0 before the launch.
     """
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = own < segments
-    begin = tl.load(cu_seqlens_ptr + own, mask=inside, other=0)
-    end = tl.load(cu_seqlens_ptr + own + 1, mask=inside, other=0)
+    begin = tl.load(tensors.cu_seqlens_ptr + own, mask=inside, other=0)
+    end = tl.load(tensors.cu_seqlens_ptr + own + 1, mask=inside, other=0)
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)  # [BLOCK]
-    parent = tl.load(parents_ptr + own, mask=inside, other=-1)
+    parent = tl.load(tensors.parents_ptr + own, mask=inside, other=-1)
     above = tl.where(parent < own, parent, -1)  # [BLOCK]
     while tl.max(above, 0) >= 0:
         is_real = above >= 0
-        tl.atomic_add(below_ptr + above, tiles, mask=is_real, sem="relaxed")
-        parent = tl.load(parents_ptr + above, mask=is_real, other=-1)
+        tl.atomic_add(tensors.below_ptr + above, tiles, mask=is_real, sem="relaxed")
+        parent = tl.load(tensors.parents_ptr + above, mask=is_real, other=-1)
         above = tl.where(parent < above, parent, -1)

@@ -20,8 +20,8 @@ from ...hopper_tiles import (
     hopper_backward_tile,
     panels_of,
 )
+from ...portable.arguments import Extras, Inputs
 from ...portable.form import Form
-from ...portable.structures import Extras, Inputs
 from ..bias_launch import BiasForm, BiasSum, Together, dimensions_of, side_by_side
 from ..forward import launch as forward_launch
 from ..parameters import RoundingConstants, RoundingNumbers
@@ -307,7 +307,7 @@ class HopperBackward:
             self._span(tokens_q),
             scalars.keep_scale,
             scalars.dropout_threshold,
-            form.strides.stride_alibi_b,
+            form.strides.alibi,
             0,
             0,
             form.heads_k,

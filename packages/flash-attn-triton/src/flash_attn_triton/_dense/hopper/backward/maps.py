@@ -11,8 +11,8 @@ from ...._linked.hopper.compat import gl
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.tma import MapForm
 from ...hopper_tiles import HopperBackwardTile, panels_of
+from ...portable.arguments import PIECE
 from ...portable.form import Form
-from ...portable.structures import PIECE
 from ..bias_launch import MOST_ROWS
 from ..forward.launch import narrow_panels
 from . import structures as backward_structures

@@ -257,7 +257,7 @@ class HopperForward:
             span=span,
             last=span + form.batch * self._packs % span,
             total=total,
-            stride_alibi_b=form.strides.stride_alibi_b,
+            stride_alibi_b=form.strides.alibi,
             stride_lse_b=0,
             stride_lse_h=0,
         )

@@ -1,0 +1,226 @@
+"""Arguments of the portable kernels: the structures that a launch passes.
+
+``launch/entries.py`` explains the types of fields. Names of constants are in upper case.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..._linked.launch.entries import Foreign, Number, Pointer
+from ..._linked.portable.primitives import Strides
+
+# ---- launches pass: tensors
+
+
+class ForwardTensors(NamedTuple):
+    """The tensors of the forward; optional from ``bias_ptr`` on."""
+
+    q_ptr: Foreign
+    k_ptr: Foreign
+    v_ptr: Foreign
+    out_ptr: Pointer
+    lse_ptr: Pointer
+    bias_ptr: Foreign
+    alibi_slopes_ptr: Foreign
+    sinks_ptr: Foreign
+    q_descale_ptr: Foreign
+    k_descale_ptr: Foreign
+    v_descale_ptr: Foreign
+    out_scale_ptr: Foreign
+    rng_state_ptr: Foreign
+    cu_seqlens_q_ptr: Foreign
+    cu_seqlens_k_ptr: Foreign
+    seqused_k_ptr: Foreign
+
+
+class Inputs(NamedTuple):
+    """The inputs of every gradient."""
+
+    q_ptr: Foreign
+    k_ptr: Foreign
+    v_ptr: Foreign
+    dout_ptr: Foreign
+    lse2_ptr: Pointer  # the LSE in base 2, [batch, heads_q, tokens_q] or [heads_q, tokens_q]
+    delta_ptr: Pointer  # sum(out * dout) - dlse, the same shape
+
+
+class Extras(NamedTuple):
+    """Optional tensors of the backward, passed after the gradients."""
+
+    bias_ptr: Foreign
+    alibi_slopes_ptr: Foreign
+    rng_state_ptr: Foreign
+    cu_seqlens_q_ptr: Foreign
+    cu_seqlens_k_ptr: Foreign
+    seqused_k_ptr: Foreign
+
+
+class RowTensors(NamedTuple):
+    """The tensors of the row kernel; ``dlse_ptr`` and ``sums_ptr`` are optional."""
+
+    out_ptr: Foreign
+    dout_ptr: Foreign
+    lse_ptr: Foreign
+    dlse_ptr: Foreign
+    delta_ptr: Pointer
+    lse2_ptr: Pointer
+    sums_ptr: Pointer
+
+
+class ShortTensors(NamedTuple):
+    """The tensors of the backward of short sequences; ``dlse_ptr`` is optional."""
+
+    q_ptr: Foreign
+    k_ptr: Foreign
+    v_ptr: Foreign
+    dout_ptr: Foreign
+    out_ptr: Foreign
+    lse_ptr: Foreign
+    dlse_ptr: Foreign
+    dq_ptr: Pointer
+    dk_ptr: Pointer
+    dv_ptr: Pointer
+
+
+# ---- launches pass: numbers
+
+
+class Scalars(NamedTuple):
+    """Numbers that the signature of a call determines."""
+
+    scale: Number
+    softcap: Number
+    keep_scale: Number  # factor of kept probabilities; see ``_reference/philox.py``
+    dropout_threshold: Number  # draws below it are dropped
+    window_left: Number
+    window_right: Number
+    batch: Number
+    heads_q: Number
+
+
+class Counts(NamedTuple):
+    """Numbers that depend on the numbers of tokens."""
+
+    tokens_q: Number
+    tokens_k: Number
+    tiles: Number  # blocks per head; packed: slots for the blocks of all sequences
+    span: Number  # heads that are walked together
+
+
+class BiasCounts(NamedTuple):
+    """``Counts`` for the gradient of a bias: its sizes, and which of them are broadcast."""
+
+    tokens_q: Number
+    tokens_k: Number
+    bias_heads: Number
+    bias_rows: Number
+    bias_cols: Number
+    one_batch: Number
+    one_head: Number
+    one_row: Number
+    one_col: Number
+
+
+class BiasStrides(NamedTuple):
+    """Strides of a bias, in elements; 0 if broadcast."""
+
+    batch: Number
+    head: Number
+    row: Number
+    col: Number
+
+
+class InputStrides(NamedTuple):
+    """Strides of the inputs of the forward."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    bias: BiasStrides
+    alibi: Number  # from the slopes of a sequence to those of the next; 0 if they share them
+
+
+class GradientStrides(NamedTuple):
+    """Strides of the inputs of a gradient."""
+
+    dout: Strides
+    q: Strides
+    k: Strides
+    v: Strides
+    bias: BiasStrides
+    alibi: Number
+
+
+class RowNumbers(NamedTuple):
+    """The numbers of the row kernel."""
+
+    tokens: Number
+    rows: Number
+    heads_q: Number
+    dout: Strides
+    share: Number  # pieces of the sums that one program sets to 0
+    pieces: Number
+
+
+class ShortNumbers(NamedTuple):
+    """The numbers of the backward of short sequences."""
+
+    scale: Number
+    softcap: Number
+    window_left: Number
+    window_right: Number
+    heads_q: Number
+    tokens_q: Number
+    tokens_k: Number
+    key_programs: Number  # the first programs, so many, own keys; the rest own queries
+    dout: Strides
+    q: Strides
+    k: Strides
+    v: Strides
+
+
+# ---- constants
+
+
+class Options(NamedTuple):
+    """Constants of a call's signature."""
+
+    GROUP: Any  # query heads per key head
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    HAS_SOFTCAP: Any
+    BIAS_BYTES: Any  # bytes per memory access to a row of the bias; 0 without a bias
+    # of the forward:
+    FOLD: Any = False  # scores have only a positive scale, which the exponential applies
+    DESCALE_PER_HEAD: Any = False
+    SHIFT: Any = 0  # binary exponent added to p, to use the range of FP8
+    OUT_MAX: Any = 0.0  # largest finite value of an FP8 output, 0 for other outputs
+
+
+class Tile(NamedTuple):
+    """Sizes of the tiles of a program."""
+
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_D: Any  # the head dimensions, padded
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PRECISION: Any
+    UPCAST: Any  # the interpreter multiplies in fp32
+    SETTLE: Any = False  # wait for the products at the end of each step
+
+
+# elements that the row kernel sets to 0 at a time
+PIECE = 2048
+
+
+class RowTile(NamedTuple):
+    """Constants of the row kernel."""
+
+    HEAD_DIM_V: Any
+    BLOCK_DV: Any
+    ROW_BYTES: Any  # alignment of a row of the output
+    BLOCK: Any  # rows per program
+    PIECE: Any  # sums that are set to 0 at a time
