@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import islice
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,7 +17,59 @@ from .internals import is_plain_tensor, is_transformed, is_watched
 
 # a NamedTuple of tensors
 X = TypeVar("X", bound=tuple[Any, ...])
+S = TypeVar("S")
 Implementation = Callable[..., Any]
+
+
+# types of the fields of structures, as a schema spells them
+_SPELLED = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    torch.dtype | None: "ScalarType?",
+}
+
+
+@cache
+def _fields_of(structure: type) -> dict[str, Any]:
+    return get_type_hints(structure)
+
+
+def schema_of(structure: Any) -> str:
+    """Return the arguments of an operator that takes a structure, field by field.
+
+    Fields may be structures. Of defaults the schema has those of its last flags.
+    """
+    spelled = []
+    for name, kind in _fields_of(structure).items():
+        if hasattr(kind, "_fields"):
+            spelled.append(schema_of(kind))
+        else:
+            default = structure._field_defaults.get(name)
+            is_optional_flag = kind is bool and default is not None
+            spelled.append(f"{_SPELLED[kind]} {name}{f'={default}' if is_optional_flag else ''}")
+    return ", ".join(spelled)
+
+
+def structured(structure: type[S], arguments: Iterable[Any]) -> S:
+    """Return the arguments of such an operator as the structure.
+
+    PyTorch leaves out last arguments that have their defaults.
+    """
+    taken: S = _take(structure, iter(arguments))
+    return taken
+
+
+def _take(structure: Any, rest: Iterator[Any]) -> Any:
+    given: list[Any] = []
+    for kind in _fields_of(structure).values():
+        if hasattr(kind, "_fields"):
+            given.append(_take(kind, rest))
+        else:
+            given += islice(rest, 1)
+    return structure(*given)
 
 
 def free_namespace(module: str, operator: str) -> str:

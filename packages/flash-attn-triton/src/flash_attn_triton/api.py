@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._dense import checks, ops
 from ._dense import options as dense_options
-from ._dense.call import Checked, Given, Options, Tensors
+from ._dense.call import Arguments, Checked, Given, Options, Tensors
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, one_of
 from ._linked.host.forms import Memory, form_of
@@ -128,69 +128,30 @@ def flash_attn_func(
         dense_options.refuse_unknown(unknown)
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
-    form = form_of(
-        (q, k, v),
-        (bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale),
-        (
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            deterministic,
-            return_attn_probs,
-            return_lse,
-            invariant,
-            out_dtype,
-        ),
-        packed=False,
+    given = Arguments(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        return_lse,
+        invariant,
+        out_dtype,
     )
-    x = Tensors(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-    )
+    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
+    form = form_of((q, k, v), extras, given, packed=False)
+    x = Tensors(q, k, v, None, None, None, *extras)
     known = None if form is None else _known.get(form)
     if known is None:
         checks.check_qkv(q, k, v, 4)
-        options = dense_options.check_options(
-            q,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            deterministic,
-            return_attn_probs,
-            return_lse,
-            invariant,
-        )
-        known = _check(
-            x,
-            options,
-            q.shape[0],
-            q.shape[1],
-            k.shape[1],
-            out_dtype,
-            deterministic,
-            invariant,
-            form,
-            return_lse or return_attn_probs,
-        )
+        options = dense_options.check_options(q, given)
+        known = _check(x, options, given, q.shape[0], q.shape[1], k.shape[1], form)
     x = _completed(x, known.options)
     out, lse = ops.attention(x, q.shape[1], k.shape[1], known)
     if return_attn_probs:
-        return out, lse, _probabilities(x, lse, q.shape[1], k.shape[1], known.options)
+        return out, lse, ops.marked_probabilities(x, lse, q.shape[1], k.shape[1], known.options)
     return (out, lse) if return_lse else out
 
 
@@ -283,132 +244,72 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
     if seqused_k is not None:
         seqused_k = as_int32(seqused_k)
-    form = form_of(
-        (q, k, v),
-        (
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            bias,
-            alibi_slopes,
-            sinks,
-            q_descale,
-            k_descale,
-            v_descale,
-            out_scale,
-        ),
-        (
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            deterministic,
-            return_attn_probs,
-            return_lse,
-            invariant,
-            out_dtype,
-            None if bias is None else (max_seqlen_q, max_seqlen_k),
-        ),
-        packed=True,
+    given = Arguments(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        return_lse,
+        invariant,
+        out_dtype,
     )
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
+    # a bias is as large as the longest sequences
+    bounds = None if bias is None else (max_seqlen_q, max_seqlen_k)
+    form = form_of((q, k, v), (*lengths, *extras), (*given, bounds), packed=True)
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None
-    x = Tensors(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-    )
+    x = Tensors(q, k, v, *lengths, *extras)
     known = None if form is None else _known.get(form)
     if known is None:
         checks.check_qkv(q, k, v, 3)
-        options = dense_options.check_options(
-            q,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            deterministic,
-            return_attn_probs,
-            return_lse,
-            invariant,
-        )
+        options = dense_options.check_options(q, given)
         batch = checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
-        known = _check(
-            x,
-            options,
-            batch,
-            max_seqlen_q,
-            max_seqlen_k,
-            out_dtype,
-            deterministic,
-            invariant,
-            form,
-            return_lse or return_attn_probs,
-        )
+        known = _check(x, options, given, batch, max_seqlen_q, max_seqlen_k, form)
     x = _completed(x, known.options)
     out, lse = ops.attention(x, max_seqlen_q, max_seqlen_k, known)
     if return_attn_probs:
-        return out, lse, _probabilities(x, lse, max_seqlen_q, max_seqlen_k, known.options)
+        return out, lse, ops.marked_probabilities(x, lse, max_seqlen_q, max_seqlen_k, known.options)
     return (out, lse) if return_lse else out
 
 
 def _check(
     x: Tensors,
     options: Options,
+    given: Arguments,
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
-    out_dtype: torch.dtype | None,
-    deterministic: bool,
-    invariant: bool,
     form: Hashable | None,
-    returns_lse: bool,
 ) -> Checked:
     """Run the checks that fixed and packed calls share, and keep their result by signature."""
     if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
-        checks.check_extras(x.q, batch, seqlen_q, seqlen_k, x.bias, x.alibi_slopes, x.sinks)
-    out_dtype = checks.check_low_precision(
-        x.q,
-        x.k,
-        x.v,
-        batch,
-        x.k.shape[-2],
-        x.q_descale,
-        x.k_descale,
-        x.v_descale,
-        out_dtype,
-        x.out_scale,
-        (x.bias, x.sinks),
-    )
+        checks.check_extras(x, batch, seqlen_q, seqlen_k)
+    out_dtype = checks.check_low_precision(x, batch, given.out_dtype)
+    deterministic, invariant = given.deterministic, given.invariant
     if invariant:
         checks.check_invariant(x, options, out_dtype)
     if form is None:
         return Checked(options, out_dtype, deterministic, invariant)
     x = x._replace(bias=_four_dimensional(x.bias))
-    needs_gradient, given = ops.needs_gradient(x), None
+    needs_gradient, given_tensors = ops.needs_gradient(x), None
     if needs_gradient:
         *present, _ = (t is not None for t in x)
-        given = Given((*present, options.dropout_p > 0.0))  # rng_state is drawn for each call
+        # rng_state is drawn for each call
+        given_tensors = Given((*present, options.dropout_p > 0.0))
     plan = ops.plan_of(
         x, options, out_dtype, deterministic, invariant, needs_gradient=needs_gradient
     )
-    checked = Checked(options, out_dtype, deterministic, invariant, plan, given, returns_lse)
-    return _known.keep(form, checked)
+    returns_lse = given.return_lse or given.return_attn_probs
+    results = options, out_dtype, deterministic, invariant
+    return _known.keep(form, Checked(*results, plan, given_tensors, returns_lse))
 
 
 def _four_dimensional(bias: Tensor | None) -> Tensor | None:
@@ -424,25 +325,3 @@ def _completed(x: Tensors, options: Options) -> Tensors:
         state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x.q.device)
         x = x._replace(rng_state=state)
     return x
-
-
-def _probabilities(
-    x: Tensors, lse: Tensor, max_seqlen_q: int, max_seqlen_k: int, options: Options
-) -> Tensor | None:
-    """Return the probabilities, negative where dropped; None without dropout."""
-    if x.rng_state is None:
-        return None
-    return ops.dropout_marked_probabilities(
-        x.q,
-        x.k,
-        lse,
-        x.cu_seqlens_q,
-        x.cu_seqlens_k,
-        x.seqused_k,
-        x.bias,
-        x.alibi_slopes,
-        x.rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
-        *options,
-    )

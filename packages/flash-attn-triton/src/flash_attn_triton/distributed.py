@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ._dense import checks
 from ._dense import options as dense_options
-from ._dense.call import Options
+from ._dense.call import Arguments, Options, Tensors
 from ._linked.host.arguments import FLOAT_DTYPES, check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
@@ -100,11 +100,15 @@ def flash_attn_func(
             (q, k, v),
             4,
             sinks,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            (deterministic, return_lse, validate),
+            Arguments(
+                softmax_scale=softmax_scale,
+                causal=causal,
+                window_size=window_size,
+                softcap=softcap,
+                deterministic=deterministic,
+                return_lse=return_lse,
+            ),
+            validate,
             heads_at,
         )
         check_shard(shard)
@@ -185,11 +189,14 @@ def flash_attn_varlen_func(
             (q, k, v),
             3,
             sinks,
-            softmax_scale,
-            False,
-            (left, right),
-            softcap,
-            (deterministic, return_lse, validate),
+            Arguments(
+                softmax_scale=softmax_scale,
+                window_size=(left, right),
+                softcap=softcap,
+                deterministic=deterministic,
+                return_lse=return_lse,
+            ),
+            validate,
             heads_at,
         )
         if plan.group_size != at.group_size:
@@ -219,11 +226,8 @@ def _check(
     qkv: tuple[Tensor, Tensor, Tensor],
     ndim: int,
     sinks: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    flags: tuple[bool, bool, bool],
+    given: Arguments,
+    validate: bool,
     heads_at: Where | None,
 ) -> Options:
     """Run the checks that fixed and packed calls share."""
@@ -233,13 +237,10 @@ def _check(
         raise TypeError(
             f"q must be torch.float16, torch.bfloat16 or torch.float32 across ranks, got {q.dtype}"
         )
-    for name, flag in zip(("deterministic", "return_lse", "validate"), flags, strict=True):
-        check_flag(name, flag)
-    options = dense_options.check_options(
-        q, 0.0, softmax_scale, causal, window_size, softcap, *flags[:1], False, flags[1]
-    )
+    check_flag("validate", validate)
+    options = dense_options.check_options(q, given)
     if sinks is not None:
-        checks.check_extras(q, 1, q.shape[-3], k.shape[-3], None, None, sinks)
+        checks.check_extras(Tensors(q, k, v, sinks=sinks), 1, q.shape[-3], k.shape[-3])
     if heads_at is not None:
         for name, x in (("heads_q", q), ("heads_k", k)):
             if x.shape[-2] % heads_at.group_size:

@@ -3,7 +3,11 @@
 The parts are views, so nothing is copied; autograd assembles the gradient of the packed tensor.
 """
 
-from typing import NoReturn
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +15,50 @@ from torch import Tensor
 from ._linked.host.arguments import check_tensor
 from .api import Result, flash_attn_func, flash_attn_varlen_func
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Keywords(TypedDict, total=False):
+    """The keyword-only arguments of :func:`flash_attn_func`."""
+
+    bias: Tensor | None
+    sinks: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    out_dtype: torch.dtype | None
+    out_scale: Tensor | None
+    return_lse: bool
+    invariant: bool
+
+
+class VarlenKeywords(Keywords, total=False):
+    """The keyword-only arguments of :func:`flash_attn_varlen_func`."""
+
+    seqused_k: Tensor | None
+
+
+def _with_keywords_of(function: Callable[..., Any]) -> Callable[[F], F]:
+    """Show the keyword-only arguments of a function in the signature of another."""
+    known = {*Keywords.__annotations__, *VarlenKeywords.__annotations__}
+    of = inspect.signature(function).parameters.values()
+    shown = [p for p in of if p.name in known or p.kind is p.VAR_KEYWORD]
+
+    def decorate(wrapper: F) -> F:
+        own = inspect.signature(wrapper)
+        *positional, _ = own.parameters.values()
+        wrapper.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=[*positional, *(p for p in shown if p.kind is not p.POSITIONAL_OR_KEYWORD)]
+        )
+        return wrapper
+
+    return decorate
+
+
+@_with_keywords_of(flash_attn_func)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -22,17 +69,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None,
-    return_lse: bool = False,
-    invariant: bool = False,
-    **unknown: NoReturn,
+    **options: Unpack[Keywords],
 ) -> Result:
     """Call :func:`flash_attn_func` on queries, keys and values in one tensor.
 
@@ -61,19 +98,11 @@ def flash_attn_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        bias=bias,
-        sinks=sinks,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out_dtype=out_dtype,
-        out_scale=out_scale,
-        return_lse=return_lse,
-        invariant=invariant,
-        **unknown,
+        **options,
     )
 
 
+@_with_keywords_of(flash_attn_func)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -85,17 +114,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None,
-    return_lse: bool = False,
-    invariant: bool = False,
-    **unknown: NoReturn,
+    **options: Unpack[Keywords],
 ) -> Result:
     """Call :func:`flash_attn_func` on keys and values in one tensor.
 
@@ -125,19 +144,11 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        bias=bias,
-        sinks=sinks,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out_dtype=out_dtype,
-        out_scale=out_scale,
-        return_lse=return_lse,
-        invariant=invariant,
-        **unknown,
+        **options,
     )
 
 
+@_with_keywords_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -150,18 +161,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None,
-    return_lse: bool = False,
-    seqused_k: Tensor | None = None,
-    invariant: bool = False,
-    **unknown: NoReturn,
+    **options: Unpack[VarlenKeywords],
 ) -> Result:
     """Call :func:`flash_attn_varlen_func` on queries, keys and values in one tensor.
 
@@ -196,20 +196,11 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        bias=bias,
-        sinks=sinks,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out_dtype=out_dtype,
-        out_scale=out_scale,
-        return_lse=return_lse,
-        seqused_k=seqused_k,
-        invariant=invariant,
-        **unknown,
+        **options,
     )
 
 
+@_with_keywords_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -225,18 +216,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None,
-    return_lse: bool = False,
-    seqused_k: Tensor | None = None,
-    invariant: bool = False,
-    **unknown: NoReturn,
+    **options: Unpack[VarlenKeywords],
 ) -> Result:
     """Call :func:`flash_attn_varlen_func` on keys and values in one tensor.
 
@@ -270,17 +250,7 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        bias=bias,
-        sinks=sinks,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out_dtype=out_dtype,
-        out_scale=out_scale,
-        return_lse=return_lse,
-        seqused_k=seqused_k,
-        invariant=invariant,
-        **unknown,
+        **options,
     )
 
 

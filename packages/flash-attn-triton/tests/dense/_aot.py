@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from flash_attn_triton._dense.call import BackwardCall, ForwardCall
+from flash_attn_triton._linked.host.operators import structured
 
 from .._numerics import only_portable
 
@@ -96,7 +98,8 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
     descales = [config.small(BATCH, 2)] * 3 if config.is_fp8 else [None] * 3
     out_dtype = torch.bfloat16 if config.is_fp8 else t["q"].dtype
     with only_portable():
-        launch(*t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype, False)
+        given = *t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype
+        launch(structured(ForwardCall, given))
 
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
@@ -111,4 +114,4 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
     lse, dlse = torch.empty(lse_size, device="meta"), config.small(*lse_size)
     options = *config.options(seqlen), False, config.rich
     with only_portable():
-        launch(out, q, k, v, out, lse, dlse, *t.values(), *options)
+        launch(structured(BackwardCall, (out, q, k, v, out, lse, dlse, *t.values(), *options)))

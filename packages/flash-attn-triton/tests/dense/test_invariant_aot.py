@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_triton._dense import tiles
+from flash_attn_triton._dense.call import ForwardCall
 from flash_attn_triton._dense.launch import launch_forward
+from flash_attn_triton._linked.host.operators import structured
 
 from .._linked.gpus import GPUS, chosen, compiling, counting
 from .._linked.spills import check_builds
@@ -39,7 +41,8 @@ def launch(dims: tuple[int, int], dtype: str, seqlen: int = 1024, **options: Any
     )
     offsets = torch.empty(2, dtype=torch.int32, device="meta") if made["packed"] else None
     scalars = seqlen, made["keys"], d**-0.5, made["window"], 0, made["softcap"], 0.0
-    launch_forward(q, k, v, offsets, offsets, *[None] * 9, *scalars, q.dtype, True)
+    given = q, k, v, offsets, offsets, *[None] * 9, *scalars, q.dtype, False, True
+    launch_forward(structured(ForwardCall, given))
 
 
 @pytest.fixture

@@ -105,7 +105,9 @@ def test_a_nan_stays_out_of_tiles_that_do_not_see_it(launched, device):
 def test_no_read_beyond_a_tensor():
     code = """
 import torch
+from flash_attn_triton._dense.call import BackwardCall
 from flash_attn_triton._dense.launch import launch_backward
+from flash_attn_triton._linked.host.operators import structured
 from flash_attn_triton._dense.portable import backward_launch
 backward_launch.takes_short_backward = lambda *_: True
 for head_dim in (16, 24):
@@ -113,7 +115,8 @@ for head_dim in (16, 24):
     k, v = (fenced(torch.randn(1, 36, 2, head_dim)) for _ in range(2))
     lse, dlse = (fenced(torch.randn(1, 2, 20)) for _ in range(2))
     numbers = 20, 36, 0.25, -1, 0, 0.0, 0.0
-    grads = launch_backward(dout, q, k, v, out, lse, dlse, *[None] * 7, *numbers, False, False)
+    given = dout, q, k, v, out, lse, dlse, *[None] * 7, *numbers, False, False
+    grads = launch_backward(structured(BackwardCall, given))
     assert all(x.isfinite().all() for x in grads[:3])
 """
     run_fenced(code, __file__)
@@ -239,14 +242,17 @@ def test_plans_know_of_dropout(dropout_p, monkeypatch):
 @pytest.mark.aot
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_builds_for_hopper(head_dim, tmp_path):
+    from flash_attn_triton._dense.call import BackwardCall
     from flash_attn_triton._dense.launch import launch_backward
+    from flash_attn_triton._linked.host.operators import structured
 
     gpu = "nvidia:sm_90"
     q = torch.empty(2, 128, 8, head_dim, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(2, 8, 128, device="meta")
     numbers = 128, 128, head_dim**-0.5, -1, 0, 0.0, 0.0
     with compiling(gpu, tmp_path) as builds:
-        launch_backward(q, q, q, q, q, lse, None, *[None] * 7, *numbers, False, False)
+        given = q, q, q, q, q, lse, None, *[None] * 7, *numbers, False, False
+        launch_backward(structured(BackwardCall, given))
     (build,) = builds
     assert build.kernel == "short_kernel"
     assert build.shared <= GPUS[gpu].shared_limit

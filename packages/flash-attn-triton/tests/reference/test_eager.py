@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._reference import eager, fused
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -81,8 +82,9 @@ def test_without_fused_attention(make, features, monkeypatch):
 
 
 def test_fused_attention_does_not_follow_defaults_of_torch():
-    q, absent = torch.randn(1, 9, 2, 8), [None] * 6
-    arguments = q, q, q, *absent[:4], torch.ones(2), *absent[:6], 0.3, 4, 0, 0.0, 0.0, q.dtype
+    q = torch.randn(1, 9, 2, 8)
+    x = Tensors(q, q, q, alibi_slopes=torch.ones(2))
+    arguments = x, Options(0.3, 4, 0, 0.0, 0.0), q.dtype
     want, _ = eager.attention_forward(*arguments)
     try:
         torch.set_default_dtype(torch.float64)
@@ -116,9 +118,10 @@ class Named(TorchDispatchMode):
     ],
 )
 def test_fused_attention_runs_where_it_can(seqlen_k, left, right, softcap, calls):
-    q, k, absent = torch.randn(1, 300, 2, 8), torch.randn(1, seqlen_k, 2, 8), [None] * 11
+    q, k = torch.randn(1, 300, 2, 8), torch.randn(1, seqlen_k, 2, 8)
+    options = Options(0.3, left, right, softcap, 0.0)
     with Named() as seen:
-        eager.attention_forward(q, k, k, *absent, 0.3, left, right, softcap, 0.0, q.dtype)
+        eager.attention_forward(Tensors(q, k, k), options, q.dtype)
     name = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert seen.names.count(name) == calls
 
@@ -143,15 +146,16 @@ class Widest(TorchDispatchMode):
 def test_no_whole_matrix_of_scores(right, is_fused, dropout_p, monkeypatch):
     if not is_fused:
         monkeypatch.setattr(fused, "_operator", None)
-    q, absent, seed = torch.randn(1, 1500, 2, 8), [None] * 6, torch.tensor([1, 2])
-    options = 0.3, 60 if right == 0 else -1, right, 0.0, dropout_p
+    q = torch.randn(1, 1500, 2, 8)
+    x = Tensors(q, q, q, rng_state=torch.tensor([1, 2]))
+    options = Options(0.3, 60 if right == 0 else -1, right, 0.0, dropout_p)
     # the scores of a part, and one column for a sink
     most = 2 * eager.ROWS * (eager.ROWS + 61 if right == 0 else 1501)
     with Widest() as widest:
-        out, lse = eager.attention_forward(q, q, q, *absent, *absent[:4], seed, *options, q.dtype)
+        out, lse = eager.attention_forward(x, options, q.dtype)
     assert widest.most <= most
     with Widest() as widest:
-        eager.attention_backward(out, q, q, q, lse, None, *absent, seed, *options)
+        eager.attention_backward(x, options, None, lse, out, None)
     assert widest.most <= most
 
 

@@ -7,7 +7,9 @@ import torch
 from flash_attn_triton._dense import ops as dense_ops
 from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile
 from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._linked.host.operators import structured
 from flash_attn_triton._tree import ops as tree_ops
+from flash_attn_triton._tree.call import TreeCall
 from flash_attn_triton._tree.eager import tree_forward
 
 from .._linked.numerics import compare, run, run_eager, run_oracle
@@ -62,8 +64,9 @@ def serve_gradients(monkeypatch):
 
     from .._linked.gluon import Kernel
 
-    def eager(q, k, v, cu_seqlens, parents, sinks, _longest, *options):
-        return tree_forward(q, k, v, cu_seqlens.tolist(), parents.tolist(), sinks, *options)
+    def eager(*arguments):
+        call = structured(TreeCall, arguments)
+        return tree_forward(call, call.cu_seqlens.tolist(), call.parents.tolist())
 
     real = hopper_launch.tree_backward_kernel
     monkeypatch.setattr(tree_ops, "_forward_triton", eager)

@@ -309,10 +309,12 @@ def test_links_lead_to_all_segments_below(segments, device):
 
 @pytest.mark.skipif(not interpreted(), reason="calls the launchers, which trust their arguments")
 def test_wrong_parents_on_a_gpu_end_the_walk():
+    from flash_attn_triton._tree.call import TreeBackwardCall, TreeCall
     from flash_attn_triton._tree.launch import launch_tree_backward, launch_tree_forward
 
     q = torch.randn(4, 1, 16)
     tree = offsets((2, 2), "cpu"), torch.tensor([1, 1], dtype=torch.int32), None
     options = 2, 0.25, 0.0
-    out, lse = launch_tree_forward(q, q, q, *tree, *options)
-    launch_tree_backward(out, q, q, q, out, lse, None, *tree, *options, False)
+    out, lse = launch_tree_forward(TreeCall(q, q, q, *tree, *options))
+    given = TreeBackwardCall(out, q, q, q, out, lse, None, *tree, *options, False)
+    launch_tree_backward(given)

@@ -272,6 +272,7 @@ def launch(
     has_sinks: bool = False,
 ) -> None:
     """Run both launchers on meta tensors."""
+    from flash_attn_triton._tree.call import TreeBackwardCall, TreeCall
     from flash_attn_triton._tree.launch import launch_tree_backward, launch_tree_forward
 
     q = torch.empty(tokens, 8, head_dim, dtype=dtype, device="meta")
@@ -279,8 +280,8 @@ def launch(
     tree = (torch.empty(n, dtype=torch.int32, device="meta") for n in (segments + 1, segments))
     sinks = torch.empty(8, device="meta") if has_sinks else None
     rest = *tree, sinks, tokens, head_dim**-0.5, softcap
-    out, lse = launch_tree_forward(q, k, k, *rest)
-    launch_tree_backward(out, q, k, k, out, lse, lse, *rest, False)
+    out, lse = launch_tree_forward(TreeCall(q, k, k, *rest))
+    launch_tree_backward(TreeBackwardCall(out, q, k, k, out, lse, lse, *rest, False))
 
 
 @pytest.mark.aot
@@ -356,7 +357,7 @@ def test_new_trees_do_not_recompile(is_portable):
 @pytest.mark.eager
 def test_which_calls_the_kernels_for_hopper_serve():
     pytest.importorskip("triton")
-    from flash_attn_triton._dense.call import Tensors
+    from flash_attn_triton._dense.call import Options, Tensors
     from flash_attn_triton._tree import launch as tree_launch
 
     def served(head_dim, head_dim_v=None, dtype=torch.bfloat16, scale=0.1):
@@ -365,7 +366,7 @@ def test_which_calls_the_kernels_for_hopper_serve():
             for d in (head_dim, head_dim_v or head_dim)
         )
         tree = torch.empty(3, dtype=torch.int32, device="meta")
-        plan = tree_launch._plan_of(Tensors(q, q, v, tree, tree), scale, 0.0)
+        plan = tree_launch._plan_of(Tensors(q, q, v, tree, tree), Options(scale, -1, 0, 0.0, 0.0))
         return plan._hopper_forward is not None, plan._hopper_gradients is not None
 
     with absent_gpu("nvidia:sm_90"):

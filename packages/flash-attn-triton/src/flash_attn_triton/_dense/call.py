@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-_Maybe = Tensor | None
+from .._linked.host.arguments import FP8_DTYPES
+
 # gradients of q, k, v, the bias and the sinks
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # the same without the operators; operators cannot return None
@@ -34,20 +35,78 @@ class Tensors(NamedTuple):
     out_scale: Tensor | None = None
     rng_state: Tensor | None = None
 
-    @property
-    def optional(self) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
-        """The optional tensors that both passes take: ``cu_seqlens_q`` to ``sinks``."""
-        return self[3:9]
-
 
 class Options(NamedTuple):
-    """The options of a call, in the order of the operators, which also take the longest lengths."""
+    """The options of a call, in the order of the operators."""
 
     softmax_scale: float
     window_left: int
     window_right: int
     softcap: float
     dropout_p: float
+
+
+class Arguments(NamedTuple):
+    """The arguments of the public functions that are no tensors, as the caller gave them."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    return_lse: bool = False
+    invariant: bool = False
+    out_dtype: torch.dtype | None = None
+
+
+class ForwardCall(NamedTuple):
+    """The arguments of the forward operator."""
+
+    tensors: Tensors
+    max_seqlen_q: int
+    max_seqlen_k: int
+    options: Options
+    out_dtype: torch.dtype | None
+    deterministic: bool = False  # for the derivative
+    invariant: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the output."""
+        dtype = self.tensors.q.dtype
+        return self.out_dtype or (torch.bfloat16 if dtype in FP8_DTYPES else dtype)
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the backward operator."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    rng_state: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    options: Options
+    deterministic: bool
+    needs_dbias: bool
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of the forward."""
+        given: dict[str, Any] = {name: getattr(self, name, None) for name in Tensors._fields}
+        return Tensors(**given)
 
 
 # returns ``(out, lse)``; the kernels read the tensors without a copy

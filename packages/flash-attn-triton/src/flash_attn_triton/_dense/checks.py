@@ -94,16 +94,9 @@ def check_used(starts: list[int], seqused_k: Tensor | None) -> None:
             )
 
 
-def check_extras(
-    q: Tensor,
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
+def check_extras(x: Tensors, batch: int, seqlen_q: int, seqlen_k: int) -> None:
     """Check the bias, the ALiBi slopes and the sinks."""
+    q, bias, alibi_slopes, sinks = x.q, x.bias, x.alibi_slopes, x.sinks
     heads_q = q.shape[-2]
     if bias is not None:
         check_tensor("bias", bias)
@@ -146,30 +139,13 @@ def check_extras(
             raise ValueError(f"sinks must be [heads_q], [{heads_q}], got {list(sinks.shape)}")
 
 
-def check_low_precision(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: int,
-    heads_k: int,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    out_dtype: torch.dtype | None,
-    out_scale: Tensor | None,
-    others: tuple[Tensor | None, ...],
-) -> torch.dtype:
-    """Check scales and the output's dtype; return that dtype.
-
-    ``others`` are the tensors besides q, k and v that could ask for a gradient.
-    """
+def check_low_precision(x: Tensors, batch: int, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Check scales and the output's dtype; return that dtype."""
+    q, heads_k, out_scale = x.q, x.k.shape[-2], x.out_scale
     dtype = q.dtype
     is_fp8 = dtype in FP8_DTYPES
-    for name, descale in (
-        ("q_descale", q_descale),
-        ("k_descale", k_descale),
-        ("v_descale", v_descale),
-    ):
+    for name in ("q_descale", "k_descale", "v_descale"):
+        descale = getattr(x, name)
         if descale is None:
             continue
         check_tensor(name, descale)
@@ -205,8 +181,8 @@ def check_low_precision(
                 f"out_scale must be None unless out_dtype is FP8, which is {out_dtype}"
             )
     if (is_fp8 or out_dtype in FP8_DTYPES) and torch.is_grad_enabled():
-        for x in (q, k, v, *others):
-            if x is not None and x.requires_grad:
+        for t in (q, x.k, x.v, x.bias, x.sinks):
+            if t is not None and t.requires_grad:
                 raise NotImplementedError(
                     "FP8 has no gradient: inputs must not require one with FP8 inputs or an FP8 "
                     "out_dtype, got requires_grad=True"

@@ -12,7 +12,16 @@ from torch import Tensor
 from .._linked.launch import builds
 from .._linked.launch.entries import flat
 from .._linked.launch.runtime import dense, first_columns, widened
-from .call import Backward, Forward, Grads, Merge, Options, Tensors
+from .call import (
+    Backward,
+    BackwardCall,
+    Forward,
+    ForwardCall,
+    Grads,
+    Merge,
+    Options,
+    Tensors,
+)
 from .invariant import InvariantForward
 from .portable.arguments import Counts, ForwardTensors
 from .portable.backward_launch import plan_backward
@@ -156,18 +165,11 @@ def _build_others(
 _begun: set[tuple[Any, ...]] = set()
 
 
-def build_calls(
-    x: Tensors,
-    options: Options,
-    out_dtype: torch.dtype,
-    deterministic: bool,
-    invariant: bool,
-    backward: bool,
-) -> None:
+def build_calls(call: ForwardCall, backward: bool) -> None:
     """Build the kernels of calls with this signature, all at once, and wait for them."""
-    x = readable(x)
-    form = Form(x, options)
-    noted = _builds_of(form, x, out_dtype, deterministic, backward, invariant)
+    x = readable(call.tensors)
+    form = Form(x, call.options)
+    noted = _builds_of(form, x, call.dtype, call.deterministic, backward, call.invariant)
     for future in builds.start(noted, x.q.device):
         future.result()
 
@@ -216,64 +218,25 @@ def plan_forward(
     return portable
 
 
-def launch_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run the forward operator on checked inputs; see ``ops.py`` for its schema."""
-    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype, invariant = arguments
-    x = Tensors(*tensors)
-    width = x.v.shape[-1]
-    x = readable(x)
-    out_dtype = out_dtype or (torch.bfloat16 if x.q.element_size() == 1 else x.q.dtype)
-    form = Form(x, Options(scale, left, right, softcap, dropout_p))
-    out, lse = plan_forward(form, x, out_dtype, invariant)(x)
-    return first_columns(out, width), lse
+def launch_forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    """Run the forward operator on checked inputs."""
+    x = readable(call.tensors)
+    form = Form(x, call.options)
+    out, lse = plan_forward(form, x, call.dtype, call.invariant)(x)
+    return first_columns(out, call.tensors.v.shape[-1]), lse
 
 
-def launch_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    needs_dbias: bool,
-) -> Grads:
-    """Run the backward operator on checked inputs; see ``ops.py`` for its schema."""
-    x = readable(
-        Tensors(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            bias,
-            alibi_slopes,
-            sinks,
-            rng_state=rng_state,
-        )
-    )
-    form = Form(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
+def launch_backward(call: BackwardCall) -> Grads:
+    """Run the backward operator on checked inputs."""
+    x = readable(call.tensors)
+    form = Form(x, call.options)
     # as wide as the values, in any output dtype
-    out, dout = (widened(t, form.head_dim_v) for t in (out, dout))
-    backward = plan_backward(form, x, out.dtype, deterministic)
-    dq, dk, dv, dbias, dsinks = backward(x, out, lse, dout, dlse, needs_dbias)
-    dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in ((dq, q), (dk, k), (dv, v)))
+    out, dout = (widened(t, form.head_dim_v) for t in (call.out, call.dout))
+    backward = plan_backward(form, x, out.dtype, call.deterministic)
+    dq, dk, dv, dbias, dsinks = backward(x, out, call.lse, dout, call.dlse, call.needs_dbias)
+    dq, dk, dv = (
+        first_columns(g, t.shape[-1]) for g, t in ((dq, call.q), (dk, call.k), (dv, call.v))
+    )
     # two empty tensors, not one: outputs of an operator may not alias
-    dbias, dsinks = (q.new_empty(0) if g is None else g for g in (dbias, dsinks))
+    dbias, dsinks = (x.q.new_empty(0) if g is None else g for g in (dbias, dsinks))
     return dq, dk, dv, dbias, dsinks

@@ -24,109 +24,70 @@ from .._linked.host.operators import (
     may_skip_operator,
     no_second_derivative,
     register,
+    schema_of,
+    structured,
     without_repeats,
 )
 from .._reference.eager import EagerPlan, attention_backward, attention_forward
 from .._reference.sequences import dropout_marked_probabilities
-from .call import Checked, Grads, Options, Plan, Tensors
+from .call import BackwardCall, Checked, ForwardCall, Grads, Options, Plan, Tensors
 from .checks import check_values
 
-__all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
-
-
-# positions of the forward operator's arguments: tensors come first; ``out_dtype`` is followed by
-# ``deterministic``, which only the derivative needs, and ``invariant``
-_TENSORS = len(Tensors._fields)
-_BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
-_OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
-
 NAMESPACE = free_namespace(__name__, "forward")
-_OPTIONS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p"
-)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, _, v = arguments[:3]
-    out_dtype = arguments[_OUT_DTYPE] or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
+    call = structured(ForwardCall, arguments)
+    q, v = call.tensors.q, call.tensors.v
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=call.dtype)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _backward_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    *rest: Any,
-) -> Grads:
-    needs_dbias = rest[-1]
+def _backward_fake(*arguments: Any) -> Grads:
+    call = structured(BackwardCall, arguments)
+    q, bias, sinks = call.q, call.bias, call.sinks
     return (
         q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        bias.new_empty(bias.shape) if bias is not None and needs_dbias else q.new_empty((0,)),
+        call.k.new_empty(call.k.shape),
+        call.v.new_empty(call.v.shape),
+        bias.new_empty(bias.shape) if bias is not None and call.needs_dbias else q.new_empty((0,)),
         sinks.new_empty(sinks.shape) if sinks is not None else q.new_empty((0,)),
     )
 
 
 def _check_forward(*arguments: Any) -> None:
-    check_values(Tensors(*arguments[:_TENSORS]), *arguments[_TENSORS : _TENSORS + 2])
-
-
-def _is_invariant(arguments: Sequence[Any]) -> bool:
-    """Read ``invariant`` from the forward operator's arguments, whose last ones may be absent."""
-    return any(arguments[_OUT_DTYPE + 2 :])
+    call = structured(ForwardCall, arguments)
+    check_values(call.tensors, call.max_seqlen_q, call.max_seqlen_k)
 
 
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .launch import launch_forward
 
-    return launch_forward(*arguments[: _OUT_DTYPE + 1], _is_invariant(arguments))
+    return launch_forward(structured(ForwardCall, arguments))
 
 
-def _backward_triton(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any
-) -> Grads:
+def _backward_triton(*arguments: Any) -> Grads:
     from .launch import launch_backward
 
-    return launch_backward(dout, q, k, v, out, *rest)
+    return launch_backward(structured(BackwardCall, arguments))
 
 
 def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
-    # leave out the longest lengths: eager code reads lengths from the tensors
-    options = *arguments[_TENSORS + 2 : _OUT_DTYPE + 1], _is_invariant(arguments)
-    return attention_forward(*arguments[:_TENSORS], *options)
+    call = structured(ForwardCall, arguments)
+    return attention_forward(call.tensors, call.options, call.out_dtype, call.invariant)
 
 
-def _backward_eager(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any
-) -> Grads:
-    *tensors, _, _, scale, left, right, softcap, dropout_p, _, needs_dbias = rest
-    options = scale, left, right, softcap, dropout_p
-    arguments: tuple[Any, ...] = (dout, q, k, v, *tensors, *options, out)
-    dq, dk, dv, dbias, dsinks = attention_backward(*arguments)
-    return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
+def _backward_eager(*arguments: Any) -> Grads:
+    call = structured(BackwardCall, arguments)
+    results = call.out, call.lse, call.dout, call.dlse
+    dq, dk, dv, dbias, dsinks = attention_backward(call.tensors, call.options, *results)
+    return dq, dk, dv, dbias if call.needs_dbias else call.q.new_empty((0,)), dsinks
 
 
 forward = register(
     f"{NAMESPACE}::forward",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seqused_k, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_descale, "
-    "Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, Tensor? rng_state, "
-    f"{_OPTIONS}, ScalarType? out_dtype, bool deterministic=False, bool invariant=False) "
-    "-> (Tensor out, Tensor lse)",
+    f"({schema_of(ForwardCall)}) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -134,10 +95,7 @@ forward = register(
 )
 backward = register(
     f"{NAMESPACE}::backward",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
-    f"{_OPTIONS}, bool deterministic, bool needs_dbias) "
+    f"({schema_of(BackwardCall)}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     fake=_backward_fake,
     kernels=_backward_triton,
@@ -174,42 +132,38 @@ def plan_of(
 
 def build_calls(arguments: Sequence[Any], backward: bool) -> None:
     """Build the kernels that a call of the forward operator and its derivative would launch."""
-    x, options = Tensors(*arguments[:_TENSORS]), Options(*arguments[_TENSORS + 2 : _OUT_DTYPE])
-    if x.q.device.type == "cpu":
+    call = structured(ForwardCall, arguments)
+    if call.tensors.q.device.type == "cpu":
         return
     from .launch import build_calls
 
-    is_fp8 = x.q.dtype in FP8_DTYPES
-    out_dtype = arguments[_OUT_DTYPE] or (torch.bfloat16 if is_fp8 else x.q.dtype)
-    # PyTorch does not pass an operator's last arguments if they have their defaults
-    deterministic = any(arguments[_OUT_DTYPE + 1 : _OUT_DTYPE + 2])
-    invariant = _is_invariant(arguments)
-    build_calls(x, options, out_dtype, deterministic, invariant, backward and not is_fp8)
+    build_calls(call, backward and call.tensors.q.dtype not in FP8_DTYPES)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the derivative of the forward operator needs."""
-    *arguments, _, deterministic, _ = inputs
-    ctx.save_for_backward(*arguments[:_TENSORS], *output)
-    ctx.options = *arguments[_TENSORS:], deterministic
+    call = structured(ForwardCall, inputs)
+    ctx.save_for_backward(*call.tensors, *output)
+    ctx.bounds = call.max_seqlen_q, call.max_seqlen_k
+    ctx.options, ctx.deterministic = call.options, call.deterministic
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the forward operator's arguments."""
     *tensors, out, lse = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    needs_dbias = needs[_BIAS]
     x = Tensors(*tensors)
-    dq, dk, dv, dbias, dsinks = _run_backward(x, out, lse, dout, dlse, ctx.options, needs_dbias)
+    needs: Any = Tensors(*ctx.needs_input_grad[: len(tensors)])
+    options = *ctx.bounds, *ctx.options, ctx.deterministic
+    dq, dk, dv, dbias, dsinks = _run_backward(x, out, lse, dout, dlse, options, needs.bias)
     by_name = Tensors(
         dq,
         dk,
         dv,
-        bias=dbias if needs_dbias else None,
-        sinks=dsinks if needs[_SINKS] else None,
+        bias=dbias if needs.bias else None,
+        sinks=dsinks if needs.sinks else None,
     )
-    return *by_name, *(None,) * (len(needs) - _TENSORS)
+    return *by_name, *(None,) * (len(ctx.needs_input_grad) - len(tensors))
 
 
 def _run_backward(
@@ -230,7 +184,12 @@ def _run_backward(
         out,
         lse,
         dlse,
-        *x.optional,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        x.seqused_k,
+        x.bias,
+        x.alibi_slopes,
+        x.sinks,
         x.rng_state,
         *options,
         needs_dbias,
@@ -319,3 +278,12 @@ def needs_gradient(x: Tensors) -> bool:
         or (x.bias is not None and x.bias.requires_grad)
         or (x.sinks is not None and x.sinks.requires_grad)
     )
+
+
+def marked_probabilities(
+    x: Tensors, lse: Tensor, max_seqlen_q: int, max_seqlen_k: int, options: Options
+) -> Tensor | None:
+    """Return the probabilities, negative where dropped; None without dropout."""
+    if x.rng_state is None:
+        return None
+    return dropout_marked_probabilities(x, lse, max_seqlen_q, max_seqlen_k, options)

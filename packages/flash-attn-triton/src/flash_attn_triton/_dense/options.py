@@ -15,7 +15,7 @@ from .._linked.host.arguments import (
     kind,
     shown,
 )
-from .call import Options
+from .call import Arguments, Options
 
 _PAGED = "paged keys and values are served by paged_attn_func of the package prefix-prefill"
 # arguments of other attention functions, and what to use here
@@ -45,35 +45,13 @@ def refuse_unknown(names: Iterable[str]) -> NoReturn:
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
-def check_options(
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-    return_attn_probs: bool,
-    return_lse: bool,
-    invariant: bool = False,
-) -> Options:
-    """Check the options; return them as the operators take them."""
-    if not (
-        isinstance(causal, bool)
-        and isinstance(deterministic, bool)
-        and isinstance(return_attn_probs, bool)
-        and isinstance(return_lse, bool)
-        and isinstance(invariant, bool)
-    ):
-        for name, flag in (
-            ("causal", causal),
-            ("deterministic", deterministic),
-            ("return_attn_probs", return_attn_probs),
-            ("return_lse", return_lse),
-            ("invariant", invariant),
-        ):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+def check_options(q: Tensor, given: Arguments) -> Options:
+    """Check the arguments; return them as the operators take them."""
+    for name in ("causal", "deterministic", "return_attn_probs", "return_lse", "invariant"):
+        flag = getattr(given, name)
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+    dropout_p, softmax_scale = given.dropout_p, given.softmax_scale
     if dropout_p.__class__ is not float:
         check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -84,6 +62,6 @@ def check_options(
         softmax_scale = q.shape[-1] ** -0.5
     else:
         softmax_scale = check_scale("softmax_scale", softmax_scale)
-    softcap = check_softcap(softcap, softmax_scale)
-    left, right = check_window(window_size)
-    return Options(softmax_scale, left, 0 if causal else right, softcap, dropout_p)
+    softcap = check_softcap(given.softcap, softmax_scale)
+    left, right = check_window(given.window_size)
+    return Options(softmax_scale, left, 0 if given.causal else right, softcap, dropout_p)

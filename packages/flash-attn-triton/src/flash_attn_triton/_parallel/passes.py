@@ -242,9 +242,9 @@ class Part:
         lse = self._of_lse(lse).contiguous()
         dlse = None if dlse is None else self._of_lse(dlse).contiguous()
         if x.q.is_cpu and not interpreted():
-            from .eager import backward as eager_backward
+            from .._reference.eager import attention_backward
 
-            dq, dk, dv, _, of_sinks = eager_backward(x, self._given, out, lse, dout, dlse)
+            dq, dk, dv, _, of_sinks = attention_backward(x, self._given, out, lse, dout, dlse)
             return dq, dk, dv, of_sinks
         plan = self._plan(needs_gradient=True)
         if plan is not None and plan.backward is not None:
@@ -260,7 +260,12 @@ class Part:
                 out,
                 lse,
                 dlse,
-                *x.optional,
+                x.cu_seqlens_q,
+                x.cu_seqlens_k,
+                x.seqused_k,
+                x.bias,
+                x.alibi_slopes,
+                x.sinks,
                 None,
                 *self._longest(),
                 *self._given,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,36 +26,17 @@ ROWS = 256
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    out_scale: Tensor | None,
-    rng_state: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    out_dtype: torch.dtype | None,
-    invariant: bool = False,
+    x: Tensors, options: Options, out_dtype: torch.dtype | None, invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the LSE in fp32.
 
     With ``invariant``, a row's bits depend only on its own query and keys.
     """
+    q, k, v = x.q, x.k, x.v
+    cu_seqlens_q, cu_seqlens_k, seqused_k = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_k
     batch = q.shape[0]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
-    options = rng_state, softmax_scale, window_left, window_right, softcap, dropout_p
     with torch.no_grad():
         rows_q, rows_k, rows_v = _packed(q), _packed(k), _packed(v)
         out = q.new_zeros((*rows_q.shape[:2], v.shape[-1]), dtype=torch.float32)
@@ -68,23 +49,22 @@ def attention_forward(
                     rows_q[rows],
                     rows_k[keys],
                     rows_v[keys],
-                    sinks,
-                    softmax_scale,
-                    window_left,
-                    window_right,
-                    softcap,
+                    x.sinks,
+                    options.softmax_scale,
+                    options.window_left,
+                    options.window_right,
+                    options.softcap,
                 )
-        is_fused = not invariant and fused.serves(q.dtype, bias, softmax_scale, softcap, dropout_p)
+        is_fused = not invariant and fused.serves(x, options)
         if is_fused:
             for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
                 out[rows], lse[:, rows] = fused.attend(
                     rows_q[rows],
                     rows_k[keys],
                     rows_v[keys],
-                    row_of(alibi_slopes, b),
-                    sinks,
-                    softmax_scale,
-                    (window_left, window_right),
+                    row_of(x.alibi_slopes, b),
+                    x.sinks,
+                    options,
                 )
         parts = _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options)
         for part in () if invariant or is_fused else parts:
@@ -93,50 +73,39 @@ def attention_forward(
                 rows_q[rows][None],
                 rows_k[keys][None],
                 rows_v[keys][None],
-                part.of_bias(bias),
-                row_of(alibi_slopes, b),
-                sinks,
-                row_of(q_descale, b),
-                row_of(k_descale, b),
-                row_of(v_descale, b),
+                part.of_bias(x.bias),
+                row_of(x.alibi_slopes, b),
+                x.sinks,
+                row_of(x.q_descale, b),
+                row_of(x.k_descale, b),
+                row_of(x.v_descale, b),
+                x.rng_state,
                 *options,
                 first_sequence=b,
                 position=part.position,
                 corner=part.corner,
             )
             out[rows], lse[:, rows] = one_out[0], one_lse[0]
-        out = round_output(out, q.dtype, out_dtype, out_scale).view(*q.shape[:-1], v.shape[-1])
+        out = round_output(out, q.dtype, out_dtype, x.out_scale).view(*q.shape[:-1], v.shape[-1])
         if q.ndim == 4:
             lse = lse.view(q.shape[2], batch, q.shape[1]).transpose(0, 1).contiguous()
     return out, lse
 
 
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: Tensors,
+    options: Options,
+    out: Tensor | None,
     lse: Tensor,
+    dout: Tensor,
     dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    rng_state: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    out: Tensor | None = None,
 ) -> Grads:
     """Return the gradients of q, k, v, bias and sinks in their dtypes; empty for absent tensors.
 
     ``out`` must be given if ``out`` and ``lse`` are over more keys than ``k``.
     """
-    options = rng_state, softmax_scale, window_left, window_right, softcap, dropout_p
+    q, k, v, bias, sinks = x.q, x.k, x.v, x.bias, x.sinks
+    cu_seqlens_q, cu_seqlens_k = x.cu_seqlens_q, x.cu_seqlens_k
     absent = q.new_empty((0,))
     tensors = q, k, v, absent if bias is None else bias, absent if sinks is None else sinks
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -144,12 +113,12 @@ def attention_backward(
         lse = lse.transpose(0, 1).reshape(q.shape[2], -1)
         dlse = None if dlse is None else dlse.transpose(0, 1).reshape(lse.shape)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        dout, q, k, v = (_packed(x).float() for x in (dout, q, k, v))
+        dout, q, k, v = (_packed(t).float() for t in (dout, q, k, v))
         delta = None if out is None else (dout * _packed(out)).sum(-1)
         dq, dk, dv, dbias, dsinks = (
-            torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v, *tensors[3:])
+            torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v, *tensors[3:])
         )
-        for part in _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options):
+        for part in _parts(cu_seqlens_q, cu_seqlens_k, x.seqused_k, options):
             b, rows, keys = part.sequence, part.rows, part.keys
             dq[rows], one_dk, one_dv, one_dbias, one_dsinks = _part_backward(
                 part,
@@ -160,9 +129,10 @@ def attention_backward(
                 lse[None, :, rows],
                 None if dlse is None else dlse[None, :, rows],
                 part.of_bias(bias),
-                row_of(alibi_slopes, b),
+                row_of(x.alibi_slopes, b),
                 sinks,
-                *options,
+                x.rng_state,
+                options,
                 None if delta is None else delta[rows].T[None],
             )
             dk[keys] += one_dk[0]
@@ -172,8 +142,8 @@ def attention_backward(
                 used += one_dbias
             dsinks += one_dsinks
     dq, dk, dv, dbias, dsinks = (
-        grad.to(x.dtype).reshape(x.shape).contiguous()
-        for grad, x in zip((dq, dk, dv, dbias, dsinks), tensors, strict=True)
+        grad.to(t.dtype).reshape(t.shape).contiguous()
+        for grad, t in zip((dq, dk, dv, dbias, dsinks), tensors, strict=True)
     )
     return dq, dk, dv, dbias, dsinks
 
@@ -187,7 +157,7 @@ class EagerPlan(NamedTuple):
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``."""
-        return attention_forward(*x, *self.options, self.out_dtype, self.invariant)
+        return attention_forward(x, self.options, self.out_dtype, self.invariant)
 
     def backward(
         self,
@@ -199,8 +169,7 @@ class EagerPlan(NamedTuple):
         needs_dbias: bool,
     ) -> Grads:
         """Return the gradients, including dbias even if it is not needed."""
-        others = *x.optional, x.rng_state
-        return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *self.options, out)
+        return attention_backward(x, self.options, out, lse, dout, dlse)
 
     @property
     def merge(self) -> None:
@@ -243,10 +212,10 @@ def _parts(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None,
-    options: tuple[Any, ...],
+    options: Options,
 ) -> Iterator[_Part]:
     """Split sequences into parts with few scores, without the keys that a part does not see."""
-    *_, left, right, _, _ = options
+    left, right = options.window_left, options.window_right
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
         count = keys.stop - keys.start
         ahead = count - (rows.stop - rows.start)
@@ -283,14 +252,11 @@ def _part_backward(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     rng_state: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: Options,
     delta: Tensor | None,
 ) -> Grads:
     """Return the gradients of a part of a sequence, in fp32."""
+    softmax_scale, window_left, window_right, softcap, dropout_p = options
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_k = k.shape[1], k.shape[2]
     group = heads_q // heads_k

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._dense.call import Options, Tensors
 from .fixed import visible_keys
 
 # queries per call with a written-out mask
@@ -24,16 +25,15 @@ ROWS = 256
 _operator: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-def serves(
-    dtype: torch.dtype, bias: Tensor | None, scale: float, softcap: float, dropout_p: float
-) -> bool:
+def serves(x: Tensors, options: Options) -> bool:
     """Tell whether the operator can compute a call's scores.
 
     It cannot take a bias, which may hide whole rows. It masks keys before it scales, so the scale
     must be positive to keep -inf.
     """
-    is_plain = bias is None and scale > 0.0 and softcap == 0.0 and dropout_p == 0.0
-    return _operator is not None and is_plain and dtype.itemsize >= 2
+    is_scaled = options.softmax_scale > 0.0 and options.softcap == 0.0
+    is_plain = x.bias is None and is_scaled and options.dropout_p == 0.0
+    return _operator is not None and is_plain and x.q.dtype.itemsize >= 2
 
 
 def attend(
@@ -42,8 +42,7 @@ def attend(
     v: Tensor,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    scale: float,
-    window: tuple[int, int],
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of one sequence.
 
@@ -53,8 +52,7 @@ def attend(
         v: ``[seqlen_k, heads_k, head_dim_v]``.
         alibi_slopes: fp32 ``[1, heads_q]``, or None.
         sinks: ``[heads_q]``, or None.
-        scale: Factor of the scores, more than 0.
-        window: Number of keys that a query sees to either side; -1 is no limit.
+        options: those of the call, for which ``serves`` is true.
 
     Returns:
         The output ``[seqlen_q, heads_q, head_dim_v]`` and the log-sum-exp ``[heads_q, seqlen_q]``,
@@ -64,6 +62,7 @@ def attend(
     heads = q.shape[1]
     out = q.new_zeros((seqlen_q, heads, v.shape[-1]), dtype=torch.float32)
     lse = q.new_full((heads, seqlen_q), -math.inf, dtype=torch.float32)
+    scale, window = options.softmax_scale, (options.window_left, options.window_right)
     with torch.autocast("cpu", enabled=False):
         if seqlen_q > 0 and seqlen_k > 0:
             width = max(q.shape[-1], v.shape[-1])

@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .._dense.call import Arguments, Tensors
 from .._dense.checks import check_reference
 from .._dense.options import check_options, refuse_unknown
 from .fixed import dense_attention, round_output
@@ -63,33 +64,19 @@ def attention_reference(
     """
     if unknown:
         refuse_unknown(unknown)
-    return _attend(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        rng_state,
-        None,
-        None,
+    given = Arguments(
+        dropout_p,
         softmax_scale,
         causal,
         window_size,
         softcap,
-        dropout_p,
-        out_dtype,
-        out_scale,
         deterministic,
-        return_lse,
         return_attn_probs,
+        return_lse,
+        out_dtype=out_dtype,
     )
+    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale, rng_state
+    return _attend(Tensors(q, k, v, None, None, None, *extras), given)
 
 
 def varlen_attention_reference(
@@ -128,118 +115,48 @@ def varlen_attention_reference(
     """
     if unknown:
         refuse_unknown(unknown)
-    return _attend(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
+    given = Arguments(
+        dropout_p,
         softmax_scale,
         causal,
         window_size,
         softcap,
-        dropout_p,
-        out_dtype,
-        out_scale,
         deterministic,
-        return_lse,
         return_attn_probs,
+        return_lse,
+        out_dtype=out_dtype,
     )
+    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale, rng_state
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+    return _attend(Tensors(q, k, v, *lengths, *extras), given, max_seqlen_q, max_seqlen_k)
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    dropout_p: float,
-    out_dtype: torch.dtype | None,
-    out_scale: Tensor | None,
-    deterministic: bool,
-    return_lse: bool,
-    return_attn_probs: bool,
+    x: Tensors,
+    given: Arguments,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Result:
     """Check, resolve defaults, compute attention, and return what was asked for."""
-    check_reference(
-        q,
-        k,
-        v,
-        4 if cu_seqlens_q is None else 3,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out_scale=out_scale,
-        rng_state=rng_state,
-    )
-    options = check_options(
-        q,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        return_lse,
-    )
-    if rng_state is None and dropout_p > 0.0:
-        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    rest = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, rng_state, *options
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    q, k, v, *_ = x
+    is_fixed = x.cu_seqlens_q is None or x.cu_seqlens_k is None
+    others = {name: t for name, t in x._asdict().items() if name not in ("q", "k", "v")}
+    check_reference(q, k, v, 4 if x.cu_seqlens_q is None else 3, **others)
+    options = check_options(q, given)
+    if x.rng_state is None and options.dropout_p > 0.0:
+        state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        x = x._replace(rng_state=state)
+    scales = x.q_descale, x.k_descale, x.v_descale
+    rest = x.bias, x.alibi_slopes, x.sinks, *scales, x.rng_state, *options
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_k
+    if is_fixed:
         out, lse = dense_attention(q, k, v, *rest)
     else:
-        out, lse = packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *rest)
-    out = round_output(out, q.dtype, out_dtype, out_scale)
-    if not return_attn_probs:
-        return (out, lse) if return_lse else out
-    if rng_state is None or dropout_p == 0.0:
+        out, lse = packed_attention(q, k, v, *lengths, *rest)  # type: ignore[arg-type]
+    out = round_output(out, q.dtype, given.out_dtype, x.out_scale)
+    if not given.return_attn_probs:
+        return (out, lse) if given.return_lse else out
+    if x.rng_state is None or options.dropout_p == 0.0:
         return out, lse, None
-    return (
-        out,
-        lse,
-        dropout_marked_probabilities(
-            q,
-            k,
-            lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            bias,
-            alibi_slopes,
-            rng_state,
-            max_seqlen_q,
-            max_seqlen_k,
-            *options,
-        ),
-    )
+    marked = dropout_marked_probabilities(x, lse, max_seqlen_q, max_seqlen_k, options)
+    return out, lse, marked

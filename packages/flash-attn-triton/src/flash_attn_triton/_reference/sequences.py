@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._dense.call import Options, Tensors
 from .fixed import attention_scores, compute_dtype, dense_attention, visible_keys
 from .philox import dropout_keep_mask
 
@@ -59,22 +61,11 @@ def packed_attention(
 
 
 def dropout_marked_probabilities(
-    q: Tensor,
-    k: Tensor,
+    x: Tensors,
     lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: Options,
 ) -> Tensor:
     """Return ``exp(score - lse)``, negated where dropout drops the element, 0 where masked.
 
@@ -82,17 +73,20 @@ def dropout_marked_probabilities(
     maximal lengths, 0 outside of a sequence) in the dtype of ``q``, without gradient. Offsets of
     packed sequences are read on the host.
     """
+    q, k, cu_seqlens_q, cu_seqlens_k = x.q, x.k, x.cu_seqlens_q, x.cu_seqlens_k
+    rng_state: Any = x.rng_state
+    softmax_scale, window_left, window_right, softcap, dropout_p = options
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         heads_q = q.shape[-2]
         if cu_seqlens_q is None or cu_seqlens_k is None:
-            pieces = [(slice(None), q, k, lse, bias, alibi_slopes)]
+            pieces = [(slice(None), q, k, lse, x.bias, x.alibi_slopes)]
             marked = q.new_zeros((q.shape[0], heads_q, q.shape[1], k.shape[1]))
         else:
             pieces = []
             lengths = max_seqlen_q or 0, max_seqlen_k or 0
             marked = q.new_zeros((cu_seqlens_q.shape[0] - 1, heads_q, *lengths))
-            for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
-                of_one = bias_of(bias, b, rows, keys), row_of(alibi_slopes, b)
+            for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, x.seqused_k)):
+                of_one = bias_of(x.bias, b, rows, keys), row_of(x.alibi_slopes, b)
                 pieces.append(
                     (slice(b, b + 1), q[rows][None], k[keys][None], lse[None, :, rows], *of_one)
                 )

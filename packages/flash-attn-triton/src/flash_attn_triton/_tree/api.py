@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._linked.host.arguments import as_int32, check_flag, check_scale, check_softcap, check_tensor
 from . import checks, ops
+from .call import TreeCall
 
 
 def flash_attn_tree_func(
@@ -75,18 +76,11 @@ def flash_attn_tree_func(
     else:
         softmax_scale = check_scale("softmax_scale", softmax_scale)
     softcap = check_softcap(softcap, softmax_scale)
-    out, lse = ops.attention(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        checks.parents_on_device(parents, q.device),
-        sinks,
-        max_seqlen,
-        softmax_scale,
-        softcap,
-        deterministic,
+    on_device = checks.parents_on_device(parents, q.device)
+    call = TreeCall(
+        q, k, v, cu_seqlens, on_device, sinks, max_seqlen, softmax_scale, softcap, deterministic
     )
+    out, lse = ops.attention(call)
     return (out, lse) if return_lse else out
 
 

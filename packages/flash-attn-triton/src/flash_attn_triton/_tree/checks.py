@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._dense import checks
+from .._dense.call import Tensors
 from .._linked.host.arguments import (
     FP8_DTYPES,
     check_length,
@@ -39,7 +40,7 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     checks.check_qkv(q, k, v, 3)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have as many tokens as q, {q.shape[0]}, got {k.shape[0]}")
-    checks.check_extras(q, 0, 0, 0, None, None, sinks)
+    checks.check_extras(Tensors(q, k, v, sinks=sinks), 0, 0, 0)
 
 
 def check_tree_reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:

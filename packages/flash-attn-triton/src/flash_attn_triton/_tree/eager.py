@@ -5,87 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._dense.call import Tensors
 from .._reference.eager import attention_backward, attention_forward
+from .call import TreeBackwardCall, TreeCall
 from .reference import write_out_paths
 
 
-def tree_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[int],
-    parents: list[int],
-    sinks: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def tree_forward(call: TreeCall, starts: list[int], parents: list[int]) -> tuple[Tensor, Tensor]:
     """Return the output, and the LSE in fp32."""
-    index, offsets, path_offsets = _paths(starts, parents)
-    none = (None,) * 5
-    return attention_forward(
-        q.float(),
-        k.float()[index],
-        v.float()[index],
-        offsets,
-        path_offsets,
-        None,
-        None,
-        None,
-        sinks,
-        *none,
-        softmax_scale,
-        -1,
-        0,
-        softcap,
-        0.0,
-        q.dtype,
-    )
+    x, _ = _written_out(call, starts, parents)
+    return attention_forward(x, call.options, call.q.dtype)
 
 
 def tree_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    starts: list[int],
-    parents: list[int],
-    sinks: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
+    call: TreeBackwardCall, starts: list[int], parents: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and sinks in their dtypes; empty if there are no sinks."""
-    index, offsets, path_offsets = _paths(starts, parents)
+    q, k, v = call.q, call.k, call.v
+    x, index = _written_out(call.forward, starts, parents)
     dq, dk_paths, dv_paths, _, dsinks = attention_backward(
-        dout,
-        q.float(),
-        k.float()[index],
-        v.float()[index],
-        lse,
-        dlse,
-        offsets,
-        path_offsets,
-        None,
-        None,
-        None,
-        sinks,
-        None,
-        softmax_scale,
-        -1,
-        0,
-        softcap,
-        0.0,
+        x, call.forward.options, None, call.lse, call.dout, call.dlse
     )
-    dk, dv = (torch.zeros_like(x, dtype=torch.float32).contiguous() for x in (k, v))
+    dk, dv = (torch.zeros_like(t, dtype=torch.float32).contiguous() for t in (k, v))
     dk.index_add_(0, index, dk_paths)
     dv.index_add_(0, index, dv_paths)
-    dsinks = q.new_empty((0,)) if sinks is None else dsinks
+    dsinks = q.new_empty((0,)) if call.sinks is None else dsinks
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-def _paths(starts: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of all paths, and the offsets of segments and of paths."""
+def _written_out(call: TreeCall, starts: list[int], parents: list[int]) -> tuple[Tensors, Tensor]:
+    """Return a call with the keys of all paths, and the tokens that these are."""
     tokens, path_starts = write_out_paths(starts, parents)
     index = torch.tensor(tokens, dtype=torch.int64)
-    return index, torch.tensor(starts), torch.tensor(path_starts)
+    x = Tensors(
+        call.q.float(),
+        call.k.float()[index],
+        call.v.float()[index],
+        torch.tensor(starts),
+        torch.tensor(path_starts),
+        sinks=call.sinks,
+    )
+    return x, index

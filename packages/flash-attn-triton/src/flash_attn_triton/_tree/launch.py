@@ -22,6 +22,7 @@ from .._dense.tiles import (
 from .._linked.host.forms import Memory
 from .._linked.launch.entries import flat
 from .._linked.launch.runtime import aligned, dense, first_columns, widened
+from .call import TreeBackwardCall, TreeCall
 from .portable.arguments import ForwardTensors, Numbers, Strides, Tree
 from .portable.backward import tree_dkdv_kernel, tree_dq_kernel
 from .portable.forward import tree_forward_kernel
@@ -104,29 +105,23 @@ class TreePlan:
         return self._forward(x, parents)
 
     def backward(
-        self,
-        x: Tensors,
-        parents: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        deterministic: bool,
+        self, x: Tensors, call: TreeBackwardCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k, v and the sinks."""
-        grads = tuple(empty_like(t) for t in x[:3])
+        """Return the gradients of q, k, v and the sinks; ``x`` has passed ``readable``."""
+        grads = tuple(empty_like(t) for t in (x.q, x.k, x.v))
         # as wide as the values, which ``readable`` may have widened
-        dout, out = (aligned(widened(t, self.form.head_dim_v)) for t in (dout, out.contiguous()))
-        lse = lse.contiguous()
+        width = self.form.head_dim_v
+        dout, out = (aligned(widened(t, width)) for t in (call.dout, call.out.contiguous()))
+        lse = call.lse.contiguous()
         # the Hopper kernel adds to dq in no fixed order
-        hopper = None if deterministic else self._hopper_gradients
+        hopper = None if call.deterministic else self._hopper_gradients
         sums = None if hopper is None else hopper.new_sums(x.q)
-        delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
-        inputs = Inputs(*x[:3], dout, lse2, delta)
+        delta, lse2 = self._row_numbers(out, dout, call.dlse, lse, sums)
+        inputs = Inputs(x.q, x.k, x.v, dout, lse2, delta)
         if hopper is None:
-            self._gradients(x, inputs, parents, grads)
+            self._gradients(x, inputs, call.parents, grads)
         else:
-            hopper(x, inputs, parents, grads, sums)
+            hopper(x, inputs, call.parents, grads, sums)
         dsinks = None if x.sinks is None else sink_gradient(dense(x.sinks), lse, delta)
         return *grads, dsinks
 
@@ -135,7 +130,7 @@ class TreePlan:
 _plans: Memory[TreePlan] = Memory()
 
 
-def _plan_of(x: Tensors, softmax_scale: float, softcap: float) -> TreePlan:
+def _plan_of(x: Tensors, options: Options) -> TreePlan:
     """Return the launchers of all calls with a signature; the tensors have passed ``readable``."""
     shapes = (t.shape[1:] for t in x[:3])
     key = (
@@ -148,66 +143,36 @@ def _plan_of(x: Tensors, softmax_scale: float, softcap: float) -> TreePlan:
         *layout_of(x),
         x.cu_seqlens_q.shape,
         None if x.sinks is None else x.sinks.dtype,
-        softmax_scale,
-        softcap,
+        options,
     )
     plan = _plans.get(key)
     if plan is None:
-        # packed and causal
-        plan = TreePlan(Form(x, Options(softmax_scale, -1, 0, softcap, 0.0)), x)
-        _plans.keep(key, plan)
+        plan = _plans.keep(key, TreePlan(Form(x, options), x))
     return plan
 
 
-def launch_tree_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    sinks: Tensor | None,
-    max_seqlen: int,
-    softmax_scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Run the forward operator on checked inputs; see ``ops.py`` for its schema."""
-    width = v.shape[-1]
+def launch_tree_forward(call: TreeCall) -> tuple[Tensor, Tensor]:
+    """Run the forward operator on checked inputs."""
+    q, width = call.q, call.v.shape[-1]
     tokens, heads, _ = q.shape
-    if tokens == 0 or parents.shape[0] == 0:  # nothing but padding
+    if tokens == 0 or call.parents.shape[0] == 0:  # nothing but padding
         out = q.new_zeros((tokens, heads, width))
         return out, q.new_full((heads, tokens), -math.inf, dtype=torch.float32)
-    x = readable(Tensors(q, k, v, cu_seqlens, cu_seqlens, sinks=sinks))
-    out, lse = _plan_of(x, softmax_scale, softcap).forward(x, parents)
+    x = readable(call.tensors)
+    out, lse = _plan_of(x, call.options).forward(x, call.parents)
     return first_columns(out, width), lse
 
 
-def launch_tree_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    sinks: Tensor | None,
-    max_seqlen: int,
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward operator on checked inputs; see ``ops.py`` for its schema."""
-    none = q.new_empty(0)
-    if q.shape[0] == 0 or parents.shape[0] == 0:
-        dsinks = none if sinks is None else torch.zeros_like(dense(sinks))
-        return *(
-            torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
-        ), dsinks
-    x = readable(Tensors(q, k, v, cu_seqlens, cu_seqlens, sinks=sinks))
-    plan = _plan_of(x, softmax_scale, softcap)
-    dq, dk, dv, dsinks = plan.backward(x, parents, out, lse, dout, dlse, deterministic)
-    dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in ((dq, q), (dk, k), (dv, v)))
+def launch_tree_backward(call: TreeBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward operator on checked inputs."""
+    inputs, sinks = (call.q, call.k, call.v), call.sinks
+    none = call.q.new_empty(0)
+    if call.q.shape[0] == 0 or call.parents.shape[0] == 0:
+        dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs)
+        return dq, dk, dv, none if sinks is None else torch.zeros_like(dense(sinks))
+    x = readable(call.forward.tensors)
+    dq, dk, dv, dsinks = _plan_of(x, call.forward.options).backward(x, call)
+    dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in zip((dq, dk, dv), inputs, strict=True))
     return dq, dk, dv, none if dsinks is None else dsinks
 
 
