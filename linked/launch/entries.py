@@ -9,13 +9,16 @@ A kernel is written as a function of structures::
     class Numbers(NamedTuple):
         tokens: Number
 
+    class Tile(NamedTuple):
+        BLOCK: Constant
+
     @entry(triton.jit)
-    def double_kernel(tensors: Tensors, numbers: Numbers, TILE: tl.constexpr):
+    def double_kernel(tensors: Tensors, numbers: Numbers, TILE: Tile):
         ...
 
 Triton specialises a kernel on integers and on the alignment of pointers, unless a parameter is
 listed; it would specialise on every field of a structure. So ``entry`` gives Triton
-``double_kernel(x_ptr, out_ptr, tokens, TILE)``, which packs its parameters into the structures
+``double_kernel(x_ptr, out_ptr, tokens, BLOCK)``, which packs its parameters into the structures
 first. A launch passes the fields in order.
 """
 
@@ -28,6 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from triton.language import constexpr
+
 # a tensor that the package allocated: it begins at a multiple of 16 bytes
 Pointer = Annotated[Any, "specialised"]
 # a tensor that may begin anywhere
@@ -36,6 +41,8 @@ Foreign = Annotated[Any, "do_not_specialize_on_alignment"]
 Map = Annotated[Any, "specialised"]
 # an int or a float, which later calls change
 Number = Annotated[Any, "do_not_specialize"]
+# a value that is compiled in
+Constant = Annotated[Any, "constexpr"]
 
 
 def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
@@ -44,29 +51,31 @@ def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
     Args:
         jit: ``triton.jit`` or ``gluon.jit``.
 
-    Each parameter of the function is annotated with a structure, with one of the types above, or
-    with ``constexpr``. Fields of a structure are annotated with these types or with structures,
-    whose fields get the outer field's name before theirs. The function has a docstring, and its
-    module ``from __future__ import annotations``.
+    Each parameter of the function is annotated with a structure, or with one of the types above.
+    Fields of a structure are annotated with these types or with structures, whose fields get the
+    outer field's name before theirs. A structure of constants holds nothing else. The function has
+    a docstring, and its module ``from __future__ import annotations``.
     """
 
     def make(function: Callable[..., None]) -> Any:
         parameters: list[str] = []
         wishes = "do_not_specialize", "do_not_specialize_on_alignment"
         listed: dict[str, list[str]] = {wish: [] for wish in wishes}
+        names = function.__globals__
+        # the module of the kernel need not import what only the packing names
+        names["constexpr"] = constexpr
 
         def unpack(name: str, kind: Any, prefix: str = "") -> str:
             """Add the parameters of a kind; return the expression that packs them."""
             if hasattr(kind, "_fields"):
-                # the module of the kernel need not import nested structures
-                function.__globals__[kind.__name__] = kind
+                names[kind.__name__] = kind
                 inner = [
                     unpack(prefix + field, hint, f"{prefix}{field}_")
                     for field, hint in get_type_hints(kind, include_extras=True).items()
                 ]
                 return f"{kind.__name__}({', '.join(inner)})"
-            if kind.__class__ is type:  # a constant
-                parameters.append(f"{name}: {function.__annotations__[name]}")
+            if kind is constexpr or kind == Constant:
+                parameters.append(f"{name}: constexpr")
             else:
                 parameters.append(name)
                 listed.get(kind.__metadata__[0], []).append(name)
@@ -76,7 +85,7 @@ def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
         for name, kind in get_type_hints(function, include_extras=True).items():
             packed = unpack(name, kind)
             if packed != name:
-                packing.append(f"{name} = {packed}")
+                packing.append(f"{name}{': constexpr' if name.isupper() else ''} = {packed}")
         return jit(**listed)(_with_parameters(function, parameters, packing))
 
     return make

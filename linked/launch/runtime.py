@@ -62,10 +62,16 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
-        """Take a jit function and its keyword arguments: constexprs and compiler options."""
+        """Take a jit function and its keyword arguments: constexprs and compiler options.
+
+        A structure of constants is passed field by field.
+        """
         self._kernel = kernel
         # Triton 3.10 flips the default
-        self._constants = {"enable_fp_fusion": True, **constants}
+        self._constants = {"enable_fp_fusion": True}
+        for name, value in constants.items():
+            is_structure = hasattr(value, "_asdict") and name not in kernel.arg_names
+            self._constants |= value._asdict() if is_structure else {name: value}
         # by ``variant_of`` a call
         self._ready: dict[Any, Ready] = {}
         # dtypes and devices of the first call's tensors

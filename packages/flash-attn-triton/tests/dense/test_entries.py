@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_attn_triton._linked.launch.entries import Foreign, Number, Pointer, entry, flat
+from flash_attn_triton._linked.launch.entries import Constant, Foreign, Number, Pointer, entry, flat
 from flash_attn_triton._linked.portable.primitives import Strides, pointer_to
 from triton.errors import TritonError
 
@@ -29,12 +29,12 @@ class Numbers(NamedTuple):
 
 
 class Options(NamedTuple):
-    BLOCK: Any
-    NEGATE: Any
+    BLOCK: Constant
+    NEGATE: Constant
 
 
 @entry(triton.jit)
-def scaled_kernel(tensors: Tensors, numbers: Numbers, first: Number, OPTIONS: tl.constexpr):
+def scaled_kernel(tensors: Tensors, numbers: Numbers, first: Number, OPTIONS: Options):
     """``out = scale * x + bias`` from ``first`` on."""
     if first >= numbers.count:
         return
@@ -57,7 +57,7 @@ def failing_kernel(x_ptr: Pointer, BLOCK: tl.constexpr):
 def test_a_kernel_has_a_parameter_for_each_field():
     parameters = list(inspect.signature(scaled_kernel.fn).parameters)
     numbers = ["count", "scale", "x_batch", "x_token", "x_head", "first"]
-    assert parameters == ["x_ptr", "bias_ptr", "out_ptr", *numbers, "OPTIONS"]
+    assert parameters == ["x_ptr", "bias_ptr", "out_ptr", *numbers, "BLOCK", "NEGATE"]
     assert scaled_kernel.fn.__doc__ == "``out = scale * x + bias`` from ``first`` on."
 
 
@@ -85,12 +85,12 @@ def test_a_kernel_reads_the_fields_it_names(device, has_bias, negate):
     bias = torch.randn(12, device=device) if has_bias else None
     out = torch.full((16,), 9.0, device=device)
     numbers = Numbers(12, 0.5, Strides(100, 2, 100))
-    scaled_kernel[(1,)](*flat(Tensors(x, bias, out), numbers, 3), OPTIONS=Options(16, negate))
+    scaled_kernel[(1,)](*flat(Tensors(x, bias, out), numbers, 3), BLOCK=16, NEGATE=negate)
     expected = (-0.5 if negate else 0.5) * x[3:, 0] + (0 if bias is None else bias[3:])
     torch.testing.assert_close(out[3:12], expected)
     assert (out[:3] == 9).all()
     assert (out[12:] == 9).all()
-    scaled_kernel[(1,)](*flat(Tensors(x, bias, out), numbers, 12), OPTIONS=Options(16, negate))
+    scaled_kernel[(1,)](*flat(Tensors(x, bias, out), numbers, 12), BLOCK=16, NEGATE=negate)
 
 
 def test_lines_of_the_body_keep_their_numbers(device):

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._linked.launch.entries import Foreign, Number, Pointer
+from ..._linked.launch.entries import Constant, Foreign, Number, Pointer
 from ..._linked.portable.primitives import Strides
 
 # ---- launches pass: tensors
@@ -186,30 +186,30 @@ class ShortNumbers(NamedTuple):
 class Options(NamedTuple):
     """Constants of a call's signature."""
 
-    GROUP: Any  # query heads per key head
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    BIAS_BYTES: Any  # bytes per memory access to a row of the bias; 0 without a bias
+    GROUP: Constant  # query heads per key head
+    HAS_LEFT: Constant
+    HAS_RIGHT: Constant
+    HAS_SOFTCAP: Constant
+    BIAS_BYTES: Constant  # bytes per memory access to a row of the bias; 0 without a bias
     # of the forward:
-    FOLD: Any = False  # scores have only a positive scale, which the exponential applies
-    DESCALE_PER_HEAD: Any = False
-    SHIFT: Any = 0  # binary exponent added to p, to use the range of FP8
-    OUT_MAX: Any = 0.0  # largest finite value of an FP8 output, 0 for other outputs
+    FOLD: Constant = False  # scores have only a positive scale, which the exponential applies
+    DESCALE_PER_HEAD: Constant = False
+    SHIFT: Constant = 0  # binary exponent added to p, to use the range of FP8
+    OUT_MAX: Constant = 0.0  # largest finite value of an FP8 output, 0 for other outputs
 
 
 class Tile(NamedTuple):
     """Sizes of the tiles of a program."""
 
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    BLOCK_D: Any  # the head dimensions, padded
-    BLOCK_DV: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    PRECISION: Any
-    UPCAST: Any  # the interpreter multiplies in fp32
-    SETTLE: Any = False  # wait for the products at the end of each step
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant
+    BLOCK_D: Constant  # the head dimensions, padded
+    BLOCK_DV: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    PRECISION: Constant
+    UPCAST: Constant  # the interpreter multiplies in fp32
+    SETTLE: Constant = False  # wait for the products at the end of each step
 
 
 # elements that the row kernel sets to 0 at a time
@@ -219,8 +219,8 @@ PIECE = 2048
 class RowTile(NamedTuple):
     """Constants of the row kernel."""
 
-    HEAD_DIM_V: Any
-    BLOCK_DV: Any
-    ROW_BYTES: Any  # alignment of a row of the output
-    BLOCK: Any  # rows per program
-    PIECE: Any  # sums that are set to 0 at a time
+    HEAD_DIM_V: Constant
+    BLOCK_DV: Constant
+    ROW_BYTES: Constant  # alignment of a row of the output
+    BLOCK: Constant  # rows per program
+    PIECE: Constant  # sums that are set to 0 at a time

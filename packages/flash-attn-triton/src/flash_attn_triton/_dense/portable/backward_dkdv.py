@@ -13,7 +13,7 @@ import triton.language as tl
 from ..._linked.launch.entries import Pointer, entry
 from ..._linked.portable.mask import Mask, count_steps, query_range, step_start
 from ..._linked.portable.primitives import INF, dot, dot_add, pointer_to, settle
-from .arguments import Counts, Extras, GradientStrides, Inputs, Scalars
+from .arguments import Counts, Extras, GradientStrides, Inputs, Options, Scalars, Tile
 from .primitives import (
     count_keys,
     dropout_key,
@@ -139,14 +139,13 @@ def dkdv_kernel(
     numbers: Scalars,
     counts: Counts,
     strides: GradientStrides,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``dv = p^T dout`` and ``dk = scale * ds^T q``, with ``ds = p * (dout v^T - delta)``.
 
     One program writes one block of keys of one key head.
     """
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     heads_k = numbers.heads_q // OPTIONS.GROUP
     block, sequence, head_k, k_start, q_start, length_k, seqlen_q = locate(
         extras.cu_seqlens_k_ptr,
@@ -157,7 +156,7 @@ def dkdv_kernel(
         counts.tokens_q,
         counts.tiles,
         counts.span,
-        BLOCK_N,
+        TILE.BLOCK_N,
         BALANCE=OPTIONS.HAS_RIGHT,
         LAST_IS_LONGEST=False,
     )
@@ -169,7 +168,7 @@ def dkdv_kernel(
     batch_64, head_k_64 = sequence.to(tl.int64), head_k.to(tl.int64)
 
     # load
-    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    keys = block * TILE.BLOCK_N + tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
     k_base = pointer_to(inputs.k_ptr, strides.k, batch_64, k_start, head_k_64)
     v_base = pointer_to(inputs.v_ptr, strides.v, batch_64, k_start, head_k_64)
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
@@ -202,13 +201,13 @@ def dkdv_kernel(
     )
 
     # compute
-    dk = tl.zeros([BLOCK_N, TILE.BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
-    dv = tl.zeros([BLOCK_N, TILE.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     diagonal = seqlen_k - seqlen_q
     mask = Mask(seqlen_q, seqlen_k, diagonal, numbers.window_left, numbers.window_right)
     scores = Scores(numbers.scale, numbers, mask, strides.bias, extras.rng_state_ptr)
-    first_key = block * BLOCK_N
-    walk = query_range(first_key, first_key + BLOCK_N - 1, mask, OPTIONS, TILE.BLOCK_M)
+    first_key = block * TILE.BLOCK_N
+    walk = query_range(first_key, first_key + TILE.BLOCK_N - 1, mask, OPTIONS, TILE.BLOCK_M)
     for masked in tl.static_range(2):
         dk, dv = dkdv_walk(dk, dv, k, v, keys, queries, walk, scores, masked == 1, OPTIONS, TILE)
 

@@ -8,18 +8,20 @@ import triton.language as tl
 from ..._linked.launch.entries import Pointer, entry
 from ..._linked.portable.mask import Mask, count_steps, key_range, step_start
 from ..._linked.portable.primitives import dot, dot_add, pointer_to
-from .arguments import Counts, Extras, GradientStrides, Inputs, Scalars
+from .arguments import Counts, Extras, GradientStrides, Inputs, Options, Scalars, Tile
 from .primitives import (
+    bias_of,
     count_keys,
-    extras_of,
+    dropout_key,
     load_keys_transposed,
     load_queries,
     score_gradient,
+    slope_of,
     store_rows,
     through_softcap,
 )
 from .schedule import locate
-from .structures import Keys, Scores
+from .structures import Head, Keys, Scores
 
 
 @triton.jit
@@ -70,14 +72,13 @@ def dq_kernel(
     numbers: Scalars,
     counts: Counts,
     strides: GradientStrides,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``dq = scale * ds k`` where ``ds = p * (dout v^T - delta)`` and ``p = exp(s - lse)``.
 
     One program writes one block of rows of one query head.
     """
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
     block, sequence, head, q_start, k_start, seqlen_q, seqlen_k = locate(
         extras.cu_seqlens_q_ptr,
         extras.cu_seqlens_k_ptr,
@@ -87,7 +88,7 @@ def dq_kernel(
         counts.tokens_k,
         counts.tiles,
         counts.span,
-        BLOCK_M,
+        TILE.BLOCK_M,
         BALANCE=OPTIONS.HAS_RIGHT,
         LAST_IS_LONGEST=True,
     )
@@ -99,7 +100,7 @@ def dq_kernel(
     head_k_64 = head_64 // OPTIONS.GROUP
 
     # load
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    rows = block * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
     if extras.cu_seqlens_q_ptr is None:
         row_base = (batch_64 * numbers.heads_q + head) * counts.tokens_q
         token = batch_64 * counts.tokens_q + rows
@@ -122,15 +123,19 @@ def dq_kernel(
         seqlen_q,
         TILE,
     )
-    own = extras_of(extras, strides, sequence, head, numbers.heads_q)
+    own = Head(
+        slope_of(extras, strides, sequence, head),
+        bias_of(extras, strides, sequence, head),
+        dropout_key(extras.rng_state_ptr, sequence * numbers.heads_q + head),
+    )
 
     # compute
-    dq = tl.zeros([BLOCK_M, TILE.BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
+    dq = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     diagonal = seqlen_k - seqlen_q
     mask = Mask(seqlen_q, seqlen_k, diagonal, numbers.window_left, numbers.window_right)
     scores = Scores(numbers.scale, numbers, mask, strides.bias, extras.rng_state_ptr)
-    first_row = block * BLOCK_M
-    last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
+    first_row = block * TILE.BLOCK_M
+    last_row = tl.minimum(first_row + TILE.BLOCK_M, seqlen_q) - 1
     walk = key_range(first_row, last_row, mask, OPTIONS, TILE.BLOCK_N)
     for masked in tl.static_range(2):
         dq = dq_walk(dq, queries, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE)

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import entry
-from .arguments import RowNumbers, RowTensors
+from .arguments import RowNumbers, RowTensors, RowTile
 from .primitives import row_numbers
 
 
 @entry(triton.jit)
-def row_kernel(tensors: RowTensors, numbers: RowNumbers, TILE: tl.constexpr):
+def row_kernel(tensors: RowTensors, numbers: RowNumbers, TILE: RowTile):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)``, per row.
 
     Rows are numbered through [batch, heads_q, tokens]; see ``row_numbers``. A program also sets its

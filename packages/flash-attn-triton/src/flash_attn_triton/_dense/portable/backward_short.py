@@ -13,7 +13,7 @@ import triton.language as tl
 from ..._linked.launch.entries import entry
 from ..._linked.portable.mask import Mask, Walk, key_range, query_range
 from ..._linked.portable.primitives import INF, pointer_to
-from .arguments import ShortNumbers, ShortTensors
+from .arguments import Options, ShortNumbers, ShortTensors, Tile
 from .backward_dkdv import dkdv_walk
 from .backward_dq import dq_walk
 from .primitives import load_row, load_tile, row_numbers, store_rows
@@ -121,9 +121,7 @@ def _write_dq(place, x, numbers, scores, OPTIONS: tl.constexpr, TILE: tl.constex
 
 
 @entry(triton.jit)
-def short_kernel(
-    tensors: ShortTensors, numbers: ShortNumbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
-):
+def short_kernel(tensors: ShortTensors, numbers: ShortNumbers, OPTIONS: Options, TILE: Tile):
     """``dv = p^T dout``, ``dk = scale * ds^T q`` and ``dq = scale * ds k``.
 
     ``p = exp(s - lse)`` and ``ds = p * (dout v^T - delta)``, with ``delta = sum(out * dout) -

@@ -13,15 +13,17 @@ import triton.language as tl
 from ..._linked.launch.entries import Pointer, entry
 from ..._linked.portable.mask import Mask, key_range
 from ..._linked.portable.primitives import dot, pointer_to
-from .arguments import BiasCounts, Extras, GradientStrides, Inputs, Scalars
+from .arguments import BiasCounts, Extras, GradientStrides, Inputs, Options, Scalars, Tile
 from .primitives import (
+    bias_of,
     count_keys,
-    extras_of,
+    dropout_key,
     load_keys_transposed,
     load_queries,
     score_gradient,
+    slope_of,
 )
-from .structures import Keys, Scores
+from .structures import Head, Keys, Scores
 
 
 @triton.jit
@@ -76,24 +78,22 @@ def bias_gradient_kernel(
     numbers: Scalars,
     counts: BiasCounts,
     strides: GradientStrides,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``dbias = sum(ds)`` over all that the bias was broadcast to, [b|1, h|1, m|1, n|1] contiguous.
 
     ``ds = p * (dout v^T - delta)`` and ``p = exp(s - lse)``. One program writes one tile.
     """
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     pid = tl.program_id(0)
-    tiles_n = tl.cdiv(counts.bias_cols, BLOCK_N)
-    tiles_m = tl.cdiv(counts.bias_rows, BLOCK_M)
+    tiles_n = tl.cdiv(counts.bias_cols, TILE.BLOCK_N)
+    tiles_m = tl.cdiv(counts.bias_rows, TILE.BLOCK_M)
     tile_n = pid % tiles_n
     tile_m = pid // tiles_n % tiles_m
     bias_head = pid // tiles_n // tiles_m % counts.bias_heads
     bias_batch = pid // tiles_n // tiles_m // counts.bias_heads
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
+    total = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
     # all tiles of scores that this tile was broadcast to
     for step_b in range(0, tl.where(counts.one_batch != 0, numbers.batch, 1)):
         sequence = bias_batch + step_b
@@ -120,26 +120,32 @@ def bias_gradient_kernel(
             row_base = head_64 * counts.tokens_q + q_start
             if extras.cu_seqlens_q_ptr is None:
                 row_base = (batch_64 * numbers.heads_q + head) * counts.tokens_q
-            own = extras_of(extras, strides, sequence, head, numbers.heads_q)
-            for step_m in range(0, tl.where(counts.one_row != 0, tl.cdiv(seqlen_q, BLOCK_M), 1)):
-                first_row = (tile_m + step_m) * BLOCK_M
-                last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
-                walk = key_range(first_row, last_row, mask, OPTIONS, BLOCK_N)
-                rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+            own = Head(
+                slope_of(extras, strides, sequence, head),
+                bias_of(extras, strides, sequence, head),
+                dropout_key(extras.rng_state_ptr, sequence * numbers.heads_q + head),
+            )
+            for step_m in range(
+                0, tl.where(counts.one_row != 0, tl.cdiv(seqlen_q, TILE.BLOCK_M), 1)
+            ):
+                first_row = (tile_m + step_m) * TILE.BLOCK_M
+                last_row = tl.minimum(first_row + TILE.BLOCK_M, seqlen_q) - 1
+                walk = key_range(first_row, last_row, mask, OPTIONS, TILE.BLOCK_N)
+                rows = first_row + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
                 queries = load_queries(
                     q_base, dout_base, inputs, row_base, rows, strides, seqlen_q, TILE
                 )
-                columns = tl.where(counts.one_col != 0, tl.cdiv(seqlen_k, BLOCK_N), 1)
+                columns = tl.where(counts.one_col != 0, tl.cdiv(seqlen_k, TILE.BLOCK_N), 1)
                 for step_n in range(0, columns):
-                    start_n = (tile_n + step_n) * BLOCK_N
+                    start_n = (tile_n + step_n) * TILE.BLOCK_N
                     is_live = (first_row < seqlen_q) & (start_n < walk.last)
-                    if is_live & (start_n + BLOCK_N > walk.first):
+                    if is_live & (start_n + TILE.BLOCK_N > walk.first):
                         total += _tile_gradient(
                             queries, rows, start_n, source, walk, scores, own, OPTIONS, TILE
                         )
 
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    rows = tile_m * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
+    cols = tile_n * TILE.BLOCK_N + tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
     if counts.one_row:
         total = tl.where((rows == 0)[:, None], tl.sum(total, 0)[None, :], 0.0)
     if counts.one_col:

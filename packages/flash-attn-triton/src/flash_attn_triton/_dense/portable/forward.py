@@ -13,19 +13,21 @@ import triton.language as tl
 from ..._linked.launch.entries import entry
 from ..._linked.portable.mask import Mask, count_steps, is_visible, key_range, step_start
 from ..._linked.portable.primitives import LN2, LOG2E, NEG_INF, dot, dot_add, pointer_to
-from .arguments import Counts, ForwardTensors, InputStrides, Scalars
+from .arguments import Counts, ForwardTensors, InputStrides, Options, Scalars, Tile
 from .primitives import (
     LEAST_LOGIT,
+    bias_of,
     count_keys,
-    extras_of,
+    dropout_key,
     is_kept,
     load_tile,
     load_tile_transposed,
     logits_of,
+    slope_of,
     store_rows,
 )
 from .schedule import locate
-from .structures import Keys, Scores
+from .structures import Head, Keys, Scores
 
 
 @triton.jit
@@ -142,14 +144,13 @@ def forward_kernel(
     numbers: Scalars,
     counts: Counts,
     strides: InputStrides,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over keys, where ``s`` are the scores.
 
     One program writes one block of rows of one query head.
     """
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
     block, sequence, head, q_start, k_start, seqlen_q, seqlen_k = locate(
         tensors.cu_seqlens_q_ptr,
         tensors.cu_seqlens_k_ptr,
@@ -159,7 +160,7 @@ def forward_kernel(
         counts.tokens_k,
         counts.tiles,
         counts.span,
-        BLOCK_M,
+        TILE.BLOCK_M,
         BALANCE=OPTIONS.HAS_RIGHT,
         LAST_IS_LONGEST=True,
     )
@@ -173,7 +174,7 @@ def forward_kernel(
     batch_64, head_64, head_k_64 = sequence.to(tl.int64), head.to(tl.int64), head_k.to(tl.int64)
 
     # load
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    rows = block * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
     q_base = pointer_to(tensors.q_ptr, strides.q, batch_64, q_start, head_64)
     source = Keys(
         pointer_to(tensors.k_ptr, strides.k, batch_64, k_start, head_k_64),
@@ -183,7 +184,11 @@ def forward_kernel(
     )
     # [BLOCK_M, BLOCK_D]
     q = load_tile(q_base, rows, strides.q.token, 0, seqlen_q, TILE.HEAD_DIM, TILE.BLOCK_D, True)
-    own = extras_of(tensors, strides, sequence, head, numbers.heads_q)
+    own = Head(
+        slope_of(tensors, strides, sequence, head),
+        bias_of(tensors, strides, sequence, head),
+        dropout_key(tensors.rng_state_ptr, sequence * numbers.heads_q + head),
+    )
     scale = numbers.scale
     descale_at = 0
     if OPTIONS.DESCALE_PER_HEAD:
@@ -194,13 +199,13 @@ def forward_kernel(
         scale *= tl.load(tensors.k_descale_ptr + descale_at)
 
     # compute
-    l_i, m_i = start_softmax(tensors.sinks_ptr, head, is_padding, OPTIONS.SHIFT, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, TILE.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+    l_i, m_i = start_softmax(tensors.sinks_ptr, head, is_padding, OPTIONS.SHIFT, TILE.BLOCK_M)
+    acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
     diagonal = seqlen_k - seqlen_q
     mask = Mask(seqlen_q, seqlen_k, diagonal, numbers.window_left, numbers.window_right)
     scores = Scores(scale, numbers, mask, strides.bias, tensors.rng_state_ptr)
-    first_row = block * BLOCK_M
-    last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
+    first_row = block * TILE.BLOCK_M
+    last_row = tl.minimum(first_row + TILE.BLOCK_M, seqlen_q) - 1
     walk = key_range(first_row, last_row, mask, OPTIONS, TILE.BLOCK_N)
     for masked in tl.static_range(2):
         acc, l_i, m_i = attend(

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..._linked.portable.mask import is_visible
 from ..._linked.portable.primitives import INF, LOG2E, NEG_INF, tanh
-from .structures import DropoutKey, Head
+from .structures import DropoutKey
 
 # widest access to memory
 ACCESS_BYTES = tl.constexpr(16)
@@ -208,17 +208,22 @@ def score_gradient(
 
 
 @triton.jit
-def extras_of(tensors, strides, sequence, head, heads_q):
-    """Return the ``Head`` of a query head of a sequence."""
+def bias_of(tensors, strides, sequence, head):
+    """Return the pointer to the bias of a head of a sequence, or None without a bias."""
     bias_ptr = tensors.bias_ptr
     if tensors.bias_ptr is not None:
-        bias_ptr += (
-            sequence.to(tl.int64) * strides.bias.batch + head.to(tl.int64) * strides.bias.head
-        )
+        bias_ptr += sequence.to(tl.int64) * strides.bias.batch
+        bias_ptr += head.to(tl.int64) * strides.bias.head
+    return bias_ptr
+
+
+@triton.jit
+def slope_of(tensors, strides, sequence, head):
+    """Return the ALiBi slope of a head of a sequence, or None without ALiBi."""
     slope = None
     if tensors.alibi_slopes_ptr is not None:
         slope = tl.load(tensors.alibi_slopes_ptr + sequence.to(tl.int64) * strides.alibi + head)
-    return Head(slope, bias_ptr, dropout_key(tensors.rng_state_ptr, sequence * heads_q + head))
+    return slope
 
 
 @triton.jit

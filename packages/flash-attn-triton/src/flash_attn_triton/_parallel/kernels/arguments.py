@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..._linked.launch.entries import Number, Pointer
+from ..._linked.launch.entries import Constant, Number, Pointer
 
 
 class MergeTensors(NamedTuple):
@@ -47,6 +47,6 @@ class MergeNumbers(NamedTuple):
 class MergeTile(NamedTuple):
     """Constants of the merge."""
 
-    HEAD_DIM_V: int
-    BLOCK_DV: int
-    BLOCK: int
+    HEAD_DIM_V: Constant
+    BLOCK_DV: Constant
+    BLOCK: Constant

@@ -7,11 +7,11 @@ import triton.language as tl
 
 from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import NEG_INF
-from .arguments import MergeNumbers, MergeTensors
+from .arguments import MergeNumbers, MergeTensors, MergeTile
 
 
 @entry(triton.jit)
-def merge_kernel(tensors: MergeTensors, numbers: MergeNumbers, TILE: tl.constexpr):
+def merge_kernel(tensors: MergeTensors, numbers: MergeNumbers, TILE: MergeTile):
     """``lse = log(sum(exp(lse_p)))`` and ``out = sum(exp(lse_p - lse) * out_p)`` over pieces p.
 
     Without LSEs, ``out = sum(out_p)``. ``out`` is [tokens, heads, HEAD_DIM_V] and ``lse`` [heads,

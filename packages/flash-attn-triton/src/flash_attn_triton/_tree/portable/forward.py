@@ -9,30 +9,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..._dense.portable.arguments import Options, Tile
 from ..._dense.portable.forward import attend, lse_of, normalise, start_softmax
 from ..._dense.portable.primitives import load_tile, store_rows
-from ..._dense.portable.structures import Head
+from ..._dense.portable.structures import Head, Scores
 from ..._linked.launch.entries import entry
-from ..._linked.portable.mask import key_range
+from ..._linked.portable.mask import Mask, key_range
 from .arguments import ForwardTensors, Numbers
 from .walk import keys_above, locate_segment, parent_of, start_of
 
 
 @entry(triton.jit)
-def tree_forward_kernel(
-    tensors: ForwardTensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
-):
+def tree_forward_kernel(tensors: ForwardTensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over the keys of a path.
 
     One program writes one block of rows of one query head.
     """
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
     heads_q, tokens, segments = numbers.heads_q, numbers.tokens, numbers.segments
     # the last segments are the deepest, and their last blocks have the longest walks
     slot = numbers.tiles - 1 - tl.program_id(0) // heads_q
     head = tl.program_id(0) % heads_q
     block, segment, start, length = locate_segment(
-        tensors.cu_seqlens_ptr, slot, segments, tokens, BLOCK_M
+        tensors.cu_seqlens_ptr, slot, segments, tokens, TILE.BLOCK_M
     )
     if block < 0:
         return
@@ -41,22 +39,24 @@ def tree_forward_kernel(
     head_k_64 = head_64 // OPTIONS.GROUP
 
     # load
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    rows = block * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
     q_base = tensors.q_ptr + start * numbers.q.token + head_64 * numbers.q.head
     # [BLOCK_M, BLOCK_D]
     q = load_tile(q_base, rows, numbers.q.token, 0, length, TILE.HEAD_DIM, TILE.BLOCK_D, True)
 
     # compute
-    l_i, m_i = start_softmax(tensors.sinks_ptr, head, above < 0, OPTIONS.SHIFT, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, TILE.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
-    first_row = block * BLOCK_M
-    last_row = tl.minimum(first_row + BLOCK_M, length) - 1
+    l_i, m_i = start_softmax(tensors.sinks_ptr, head, above < 0, OPTIONS.SHIFT, TILE.BLOCK_M)
+    acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+    first_row = block * TILE.BLOCK_M
+    last_row = tl.minimum(first_row + TILE.BLOCK_M, length) - 1
     own = Head(None, None, None)
     while above >= 0:
-        source, scores = keys_above(
-            tensors, tensors.cu_seqlens_ptr, numbers, above, segment, length, head_k_64
+        source, seqlen_k, diagonal = keys_above(
+            tensors, tensors.cu_seqlens_ptr, numbers, above, segment, head_k_64
         )
-        walk = key_range(first_row, last_row, scores.mask, OPTIONS, TILE.BLOCK_N)
+        mask = Mask(length, seqlen_k, diagonal, -1, 0)
+        scores = Scores(numbers.scale, numbers, mask, None, None)
+        walk = key_range(first_row, last_row, mask, OPTIONS, TILE.BLOCK_N)
         for masked in tl.static_range(2):
             acc, l_i, m_i = attend(
                 acc, l_i, m_i, q, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE

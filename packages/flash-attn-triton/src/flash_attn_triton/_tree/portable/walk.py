@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from ..._dense.portable.schedule import find_sequence
-from ..._dense.portable.structures import Keys, Scores
+from ..._dense.portable.structures import Keys
 from ..._linked.launch.entries import Number, entry
-from ..._linked.portable.mask import Mask
 from .arguments import CountTensors, LinkTensors
 
 
@@ -52,19 +51,17 @@ def parent_of(parents_ptr, segment):
 
 
 @triton.jit
-def keys_above(tensors, cu_seqlens_ptr, numbers, above, segment, length, head_k):
-    """Return ``Keys`` and ``Scores`` of a segment on the path of ``segment``, of ``length``."""
-    start, seqlen_k = bounds_of(cu_seqlens_ptr, above)
-    # causal within the own segment; a segment above is visible as a whole
-    diagonal = tl.where(above == segment, 0, seqlen_k)
+def keys_above(tensors, cu_seqlens_ptr, numbers, above, segment, head_k):
+    """Return ``(Keys, length, diagonal)`` of a segment on the path of ``segment``."""
+    start, length = bounds_of(cu_seqlens_ptr, above)
     source = Keys(
         tensors.k_ptr + head_k * numbers.k.head + start * numbers.k.token,
         tensors.v_ptr + head_k * numbers.v.head + start * numbers.v.token,
         numbers.k.token,
         numbers.v.token,
     )
-    mask = Mask(length, seqlen_k, diagonal, -1, 0)
-    return source, Scores(numbers.scale, numbers, mask, None, None)
+    # causal within the own segment; a segment above is visible as a whole
+    return source, length, tl.where(above == segment, 0, length)
 
 
 @triton.jit
