@@ -1,4 +1,4 @@
-"""The structures that the host fills are the parameters of the kernels; calls go a short way."""
+"""Kernels have few parameters and open with their formula; calls go a short way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning_attn import lightning_attn_decode, lightning_attn_func
 from lightning_attn._linear import ops
+from lightning_attn._linear.call import StepTensors
 
 from .._numerics import MEDIUM, make_case
 
@@ -19,56 +20,14 @@ FOLDER = Path(lightning_attn.__file__).parent
 MOST_PARAMETERS = 12
 
 
-def kernels():
-    """Each kernel's name, and the structures whose fields are its parameters."""
-    from lightning_attn._linear.portable import combine, decay_gradient, decode, walk
-    from lightning_attn._linear.portable import structures as s
-    from lightning_attn._parallel.kernels import arrival
-
-    found = [
-        (
-            walk.walk_kernel,
-            [s.WalkTensors, s.WalkNumbers, s.WalkOptions, s.WalkTile, s.Products],
-        ),
-        (combine.combine_kernel, [s.CombineTensors, s.CombineNumbers, s.CombineOptions]),
-        (arrival.arrive_kernel, [s.ArriveTensors, s.ArriveNumbers, s.ArriveOptions]),
-        (decode.decode_kernel, [s.DecodeTensors, s.DecodeNumbers, s.DecodeOptions]),
-        (
-            decay_gradient.decay_gradient_kernel,
-            [
-                s.DecayGradientTensors,
-                s.DecayGradientNumbers,
-                s.DecayGradientOptions,
-                s.WalkTile,
-                s.Products,
-            ],
-        ),
-    ]
-    if not ops.interpreted():
-        from lightning_attn._linear.hopper import structures as h
-        from lightning_attn._linear.hopper import walk as hopper_walk
-
-        parts = [h.Tensors, h.Numbers, h.Options, h.Tile]
-        found.append((hopper_walk.hopper_walk_kernel, parts))
-    return found
-
-
-@pytest.mark.eager
-def test_parameters_are_the_fields_of_structures():
-    pytest.importorskip("triton")
-    for kernel, structures in kernels():
-        fields = [name for structure in structures for name in structure._fields]
-        assert list(kernel.arg_names) == fields, kernel.__name__
-
-
 def jit_functions():
-    """Yield ``(file, function, whether it is an entry)``."""
+    """Yield ``(file, function, whether it is a kernel)``."""
     for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 decorators = [ast.unparse(d) for d in node.decorator_list]
                 if any("jit" in d for d in decorators):
-                    yield path, node, any("do_not_specialize" in d for d in decorators)
+                    yield path, node, any("entry" in d for d in decorators)
 
 
 @pytest.mark.eager
@@ -87,6 +46,14 @@ def test_entries_open_with_their_formula():
             first = (ast.get_docstring(node) or "").splitlines()[0]
             assert first.startswith("``"), f"{path.name}: {node.name}"
             assert " = " in first, f"{path.name}: {node.name}"
+
+
+@pytest.mark.eager
+def test_a_decoding_step_launches_its_tensors_as_they_are():
+    pytest.importorskip("triton")
+    from lightning_attn._linear.portable.arguments import DecodeTensors
+
+    assert DecodeTensors._fields == tuple(f"{name}_ptr" for name in StepTensors._fields)
 
 
 class Frames:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._linked.host.forms import ACCESS_BYTES, Memory
 from .._linked.host.internals import is_plain_tensor
+from .._linked.launch.entries import flat
 from .._linked.launch.runtime import Launch, aligned, is_aligned
 from .call import (
     BackwardTensors,
@@ -25,9 +26,15 @@ from .call import (
     StepTensors,
     Tensors,
 )
+from .portable.arguments import (
+    DecodeNumbers,
+    DecodeOptions,
+    ElementStrides,
+    StateStrides,
+    StateTile,
+)
 from .portable.decay_launch import DecayGradientPlan
 from .portable.decode import decode_kernel
-from .portable.structures import DecodeNumbers, DecodeOptions
 from .portable.walk_launch import States, Walk, launch_all, readable, walk_of
 from .tiles import decode_tile, padded_head_dim
 
@@ -109,29 +116,30 @@ class DecodePlan:
         tile = decode_tile(detect(x.q.device), d, e)
         block_d = padded_head_dim(d)
         self._grid = batch * heads * cdiv(e, tile.block_e)
-        self._numbers = DecodeNumbers(
-            scale,
-            tokens,
-            heads,
-            *x.q.stride(),
-            *x.k.stride(),
-            *x.v.stride(),
-            *x.out.stride(),
-            *x.state_cache.stride(),
-            *((0,) * 5 if x.states_out is None else x.states_out.stride()),
+        states_out = x.states_out
+        numbers = DecodeNumbers(
+            scale=scale,
+            tokens=tokens,
+            heads=heads,
+            out=ElementStrides(*x.out.stride()),
+            q=ElementStrides(*x.q.stride()),
+            k=ElementStrides(*x.k.stride()),
+            v=ElementStrides(*x.v.stride()),
+            state_cache=States.of(x.state_cache).strides,
+            states_out=StateStrides(*((0,) * 5 if states_out is None else states_out.stride())),
         )
-        options = DecodeOptions(
-            d, e, block_d, tile.block_e, *_rows_of(x.state_cache), *_rows_of(x.states_out)
-        )
-        constants = options._asdict() | {"num_warps": tile.num_warps, "num_stages": 1}
+        self._numbers = flat(numbers)
+        constants = {
+            "OPTIONS": DecodeOptions(d, e, *_rows_of(x.state_cache), *_rows_of(states_out)),
+            "TILE": StateTile(block_d, tile.block_e),
+            "num_warps": tile.num_warps,
+            "num_stages": 1,
+        }
         self._launch = Launch(decode_kernel, constants)
 
     def decode(self, x: StepTensors) -> None:
         """Advance every sequence; ``decay`` and ``slot_idx`` must be contiguous."""
-        out, q, k, v, state_cache, decay, slot_idx, states_out = x
-        # the fields of DecodeTensors
-        tensors = q, k, v, out, state_cache, states_out, decay, slot_idx
-        self._launch(self._grid, tensors, self._numbers)
+        self._launch(self._grid, x, self._numbers)
 
 
 def plan_forward(x: Tensors | CachedTensors, options: Options) -> ForwardPlan | None:
@@ -171,7 +179,7 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
     inputs = readable(Inputs(*x, memory[:, :, -1]))
     walk = Walk(inputs, schedule="parallel", size=block_size)
     per_sequence, per_head, per_block, per_row, _ = memory.stride()
-    states = States(memory, (per_sequence, per_block, per_head, per_row, 1))
+    states = States(memory, StateStrides(per_sequence, per_block, per_head, per_row, 1))
     return walk.out(inputs, scale, walk.segment_states(inputs, states)), memory
 
 

@@ -52,8 +52,8 @@ def _keep_state(recurrence, state, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES
 def _weights(W: gl.constexpr, pipeline, recurrence, REVERSE: gl.constexpr):
     """Return the factors of a chunk's scores; store those from and to a whole chunk's ends."""
     rate = recurrence.rate
-    read_scale = recurrence.read_scale
-    write_scale = recurrence.write_scale
+    read_scale = recurrence.scales.read
+    write_scale = recurrence.scales.write
     tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))  # [SIDE]
     # decay from the beginning of a whole chunk to each token, and from each token to its end, with
     # the scale of reads or of writes
@@ -88,7 +88,7 @@ def _fading(
     if not REVERSE:  # noqa: SIM102  (a constant, then a number)
         if count < SIDE:
             to_end = count - 1 - gl.arange(0, SIDE, gl.SliceLayout(0, LEFT))
-            fading = factor(rate, gl.maximum(to_end, 0)) * recurrence.write_scale
+            fading = factor(rate, gl.maximum(to_end, 0)) * recurrence.scales.write
     if OPTIONS.SEGMENTED and not HAS_OUT:
         # chunks come in the opposite order, so writes decay to the end of the piece at once
         beyond = chunk.row if REVERSE else recurrence.piece.length - count - chunk.row
@@ -145,7 +145,7 @@ def _add_scores(
         if count < SIDE:
             tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))  # [SIDE]
             to_end = gl.maximum(count - 1 - tokens, 0)
-            arrival = factor(recurrence.rate, to_end) * recurrence.read_scale
+            arrival = factor(recurrence.rate, to_end) * recurrence.scales.read
     out = hopper.warpgroup_mma_wait(0, deps=(reads.out,))
     out = out * arrival[None, :]
     return hopper.warpgroup_mma(v_t, pipeline.scores.index(W), out, is_async=True)
@@ -192,7 +192,7 @@ def consume(W: gl.constexpr, maps, pipeline, recurrence, OPTIONS: gl.constexpr, 
     """Walk with the 64 columns of the state of warpgroup ``W``."""
     HALVES: gl.constexpr = TILE.HALVES
     STAGES: gl.constexpr = TILE.STAGES
-    TERMS: gl.constexpr = OPTIONS.TERMS
+    TERMS: gl.constexpr = TILE.TERMS
     REVERSE: gl.constexpr = OPTIONS.REVERSE
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     HAS_OUT: gl.constexpr = maps.out is not None

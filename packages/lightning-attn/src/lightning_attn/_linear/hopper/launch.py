@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..._linked.hopper.tma import MapForm, MapLaunch
+from ..portable.arguments import Options
 from ..tiles import Tile, hopper_tile, padded_head_dim
-from . import structures
+from . import arguments
 from .primitives import SIDE
 from .walk import hopper_walk_kernel
 
@@ -23,24 +24,25 @@ class HopperWalk:
     def launch(self, tile: Tile, segmented: bool, skip: bool, is_exact: bool) -> MapLaunch:
         """Return a launch of the walk; ``skip``: last segments write no state."""
         hopper = hopper_tile(tile.block_e)
-        options = structures.Options(
-            self._d, self._e, self._reverse, segmented, skip, self._is_packed, 2 if is_exact else 1
-        )
+        packed = self._is_packed
+        options = Options(self._d, self._e, self._reverse, segmented, RAGGED=packed, SKIP=skip)
         halves = padded_head_dim(self._d) // SIDE.value
-        constants = structures.Tile(halves, hopper.warpgroups, hopper.stages)
-        return MapLaunch(
-            hopper_walk_kernel,
-            {
-                **options._asdict(),
-                **constants._asdict(),
-                "num_warps": 4,
-                "maxnreg": hopper.registers,
-            },
-        )
+        terms = 2 if is_exact else 1
+        constants = {
+            "OPTIONS": options,
+            "TILE": arguments.Tile(halves, hopper.warpgroups, hopper.stages, terms),
+            "num_warps": 4,
+            "maxnreg": hopper.registers,
+        }
+        return MapLaunch(hopper_walk_kernel, constants)
 
-    def maps(self, key: Tensor, *others: Tensor | None) -> list[Any]:
-        """Return the maps of keys, values, reads and output."""
-        return [self._map(role, x) for role, x in enumerate((key, *others))]
+    def maps(
+        self, key: Tensor, value: Tensor, read: Tensor | None, out: Tensor | None
+    ) -> arguments.Maps:
+        """Return the maps of a launch."""
+        return arguments.Maps(
+            *[self._map(role, x) for role, x in enumerate((key, value, read, out))]
+        )
 
     def _map(self, role: int, x: Tensor | None) -> Any:
         if x is None:

@@ -55,21 +55,14 @@ def _clear_rows(out, begin, length, first_col, E: gl.constexpr):
 
 
 @gluon.jit
-def clear_padding(
-    out,
-    cu_seqlens_ptr,
-    found,
-    batch,
-    first_col,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def clear_padding(out, tensors, found, batch, first_col, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Store zeros to the output of rows that belong to no sequence."""
     length = gl.maximum(found.length, 0)
-    for w in gl.static_range(TILE.WARPGROUPS):
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    for w in gl.static_range(WARPGROUPS):
         col = first_col + w * SIDE
         _clear_rows(out, found.begin, length, col, OPTIONS.E)
         if not OPTIONS.SEGMENTED:
             # the program of the padding after all sequences also clears the padding before them
-            ahead = gl.where(found.sequence == batch, gl.load(cu_seqlens_ptr), 0)
+            ahead = gl.where(found.sequence == batch, gl.load(tensors.cu_seqlens_ptr), 0)
             _clear_rows(out, found.begin * 0, ahead, col, OPTIONS.E)

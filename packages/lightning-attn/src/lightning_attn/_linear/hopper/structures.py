@@ -1,77 +1,6 @@
-"""Structures of the walk on Hopper; see :mod:`.walk`.
-
-The kernel's parameters are the fields of ``Tensors``, ``Numbers``, ``Options`` and ``Tile``, in
-order; the host fills them.
-"""
+"""What functions of the walk on Hopper pass to each other; see :mod:`.walk`."""
 
 from typing import Any, NamedTuple
-
-
-class Tensors(NamedTuple):
-    """Tensor maps and pointers of a launch, or None."""
-
-    key_desc: Any
-    value_desc: Any
-    read_desc: Any
-    out_desc: Any
-    out_ptr: Any
-    decay_ptr: Any
-    first_ptr: Any
-    last_ptr: Any
-    cu_seqlens_ptr: Any
-    slots_ptr: Any
-    has_first_ptr: Any
-
-
-class Numbers(NamedTuple):
-    """Scales, lengths and strides of a launch."""
-
-    read_scale: float
-    write_scale: float
-    batch: int
-    heads: int
-    tokens: int
-    size: int
-    pieces: int
-    stride_first_b: int
-    stride_first_s: int
-    stride_first_h: int
-    stride_first_d: int
-    stride_first_e: int
-    stride_last_b: int
-    stride_last_s: int
-    stride_last_h: int
-    stride_last_d: int
-    stride_last_e: int
-
-
-class Options(NamedTuple):
-    """Constants of a form of calls."""
-
-    D: Any
-    E: Any
-    REVERSE: Any  # from the last token to the first
-    SEGMENTED: Any
-    SKIP: Any  # the state after the last segment is not needed
-    RAGGED: Any  # packed sequences
-    TERMS: Any  # numbers of 16 bits per value that is written to the state
-
-
-class Tile(NamedTuple):
-    """Constants of a build."""
-
-    HALVES: Any  # panels per row of keys
-    WARPGROUPS: Any
-    STAGES: Any
-
-
-class Maps(NamedTuple):
-    """Tensor maps of panels; ``out`` and ``read`` are None without reads."""
-
-    out: Any
-    key: Any
-    value: Any
-    read: Any
 
 
 class Pipeline(NamedTuple):
@@ -106,8 +35,7 @@ class Recurrence(NamedTuple):
     last_ptr: Any
     has_first: Any
     has_last: Any
-    read_scale: Any
-    write_scale: Any
+    scales: Any
     piece: Any
     stride_first_d: Any
     stride_first_e: Any

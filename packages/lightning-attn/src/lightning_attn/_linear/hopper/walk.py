@@ -4,14 +4,19 @@ All tiles are panels of 64 tokens by 64 columns. :mod:`.producer` copies them, :
 computes. ``portable/walk.py`` explains the algorithm.
 """
 
+from __future__ import annotations
+
 from ..._linked.hopper.compat import gl, gluon, hopper
 from ..._linked.hopper.pipeline import LOG2E, barriers
-from ..portable.structures import Lengths, Output
+from ..._linked.launch.entries import Foreign, entry
+from ..portable.arguments import Numbers, Tensors
+from ..portable.structures import Output
+from .arguments import Maps
 from .consumer import consume
 from .primitives import LARGEST_RATE, SIDE
 from .producer import produce
 from .schedule import clear_padding, locate
-from .structures import Maps, Numbers, Options, Piece, Pipeline, Recurrence, Tensors, Tile
+from .structures import Piece, Pipeline, Recurrence
 
 
 @gluon.jit
@@ -41,75 +46,43 @@ def _memory(maps, TILE: gl.constexpr):
     return Pipeline(k_s, v_s, q_s, scores_s, out_s, since_s, until_s, full)
 
 
-@gluon.jit(do_not_specialize=Numbers._fields, do_not_specialize_on_alignment=Tensors._fields)
+@entry(gluon.jit)
 def hopper_walk_kernel(
-    key_desc,
-    value_desc,
-    read_desc,
-    out_desc,
-    out_ptr,
-    decay_ptr,
-    first_ptr,
-    last_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    has_first_ptr,
-    read_scale,
-    write_scale,
-    batch,
-    heads,
-    tokens,
-    size,
-    pieces,
-    stride_first_b,
-    stride_first_s,
-    stride_first_h,
-    stride_first_d,
-    stride_first_e,
-    stride_last_b,
-    stride_last_s,
-    stride_last_h,
-    stride_last_d,
-    stride_last_e,
-    D: gl.constexpr,
-    E: gl.constexpr,
-    REVERSE: gl.constexpr,
-    SEGMENTED: gl.constexpr,
-    SKIP: gl.constexpr,
-    RAGGED: gl.constexpr,
-    TERMS: gl.constexpr,
-    HALVES: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    maps: Maps,
+    out_ptr: Foreign,
+    tensors: Tensors,
+    numbers: Numbers,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """``out_i = read_i S_i``, where ``S_i = exp(-s) S_(i-1) + key_i^T value_i``.
 
     A program walks one piece of tokens, for some columns of the state of one head.
     """
-    OPTIONS: gl.constexpr = Options(D, E, REVERSE, SEGMENTED, SKIP, RAGGED, TERMS)
-    TILE: gl.constexpr = Tile(HALVES, WARPGROUPS, STAGES)
-    WIDTH: gl.constexpr = SIDE * WARPGROUPS
-    SPLITS: gl.constexpr = (E + WIDTH - 1) // WIDTH
+    RAGGED: gl.constexpr = OPTIONS.RAGGED
+    WIDTH: gl.constexpr = SIDE * TILE.WARPGROUPS
+    SPLITS: gl.constexpr = (OPTIONS.E + WIDTH - 1) // WIDTH
+    lengths, first, last = numbers.lengths, numbers.first, numbers.last
+    first_ptr, last_ptr = tensors.first_ptr, tensors.last_ptr
     pid = gl.program_id(0)
     first_col = pid % SPLITS * WIDTH
-    head = pid // SPLITS % heads
-    number = pid // SPLITS // heads
-    lengths = Lengths(batch, tokens, size, pieces)
-    found, start, end = locate(cu_seqlens_ptr, number, lengths, SEGMENTED)
+    head = pid // SPLITS % lengths.heads
+    number = pid // SPLITS // lengths.heads
+    found, start, end = locate(tensors.cu_seqlens_ptr, number, lengths, OPTIONS.SEGMENTED)
     sequence = found.sequence
     length = gl.maximum(found.length, 0)
     head_64 = head.to(gl.int64)
-    is_real = (sequence >= 0) & (sequence < batch)
+    is_real = (sequence >= 0) & (sequence < lengths.batch)
     slot = gl.where(is_real, sequence, -1).to(gl.int64)
-    if slots_ptr is not None:
-        slot = gl.load(slots_ptr + sequence, mask=is_real, other=-1).to(gl.int64)
-    if RAGGED and out_desc is not None:  # noqa: SIM102  (constants, then a number)
+    if tensors.slots_ptr is not None:
+        slot = gl.load(tensors.slots_ptr + sequence, mask=is_real, other=-1).to(gl.int64)
+    if RAGGED and maps.out is not None:  # noqa: SIM102  (constants, then a number)
         if slot < 0:
-            whole = Output(out_ptr, heads, head_64)
-            clear_padding(whole, cu_seqlens_ptr, found, batch, first_col, OPTIONS, TILE)
-    if SKIP:
+            whole = Output(out_ptr, lengths.heads, head_64)
+            clear_padding(whole, tensors, found, lengths.batch, first_col, OPTIONS, TILE)
+    if OPTIONS.SKIP:
         # the state after the last segment is not needed
-        if REVERSE:
+        if OPTIONS.REVERSE:
             is_last = found.begin == start
         else:
             is_last = found.begin + length == end
@@ -117,24 +90,23 @@ def hopper_walk_kernel(
     length = gl.where(slot < 0, 0, length)
     has_last = slot >= 0
     has_first = slot >= 0
-    if SEGMENTED:
+    if OPTIONS.SEGMENTED:
         has_last &= length > 0
         has_first &= length > 0
-    if has_first_ptr is not None:
-        has_first &= gl.load(has_first_ptr + sequence, mask=slot >= 0, other=0) != 0
+    if tensors.has_first_ptr is not None:
+        has_first &= gl.load(tensors.has_first_ptr + sequence, mask=slot >= 0, other=0) != 0
     state_b = slot
-    if SEGMENTED:
+    if OPTIONS.SEGMENTED:
         state_b = sequence.to(gl.int64) if not RAGGED else slot * 0
     if first_ptr is not None:
-        first_ptr += state_b * stride_first_b + found.index.to(gl.int64) * stride_first_s
-        first_ptr += head_64 * stride_first_h
+        first_ptr += state_b * first.batch + found.index.to(gl.int64) * first.token
+        first_ptr += head_64 * first.head
     if last_ptr is not None:
-        last_ptr += state_b * stride_last_b + found.index.to(gl.int64) * stride_last_s
-        last_ptr += head_64 * stride_last_h
-    rate = gl.minimum(gl.load(decay_ptr + head), LARGEST_RATE) * LOG2E
+        last_ptr += state_b * last.batch + found.index.to(gl.int64) * last.token
+        last_ptr += head_64 * last.head
+    rate = gl.minimum(gl.load(tensors.decay_ptr + head), LARGEST_RATE) * LOG2E
     chunks = gl.cdiv(length, SIDE)
 
-    maps = Maps(out_desc, key_desc, value_desc, read_desc)
     piece = Piece(sequence, head, found.begin, length, chunks, first_col)
     recurrence = Recurrence(
         rate,
@@ -142,17 +114,16 @@ def hopper_walk_kernel(
         last_ptr,
         has_first,
         has_last,
-        read_scale,
-        write_scale,
+        numbers.scales,
         piece,
-        stride_first_d,
-        stride_first_e,
-        stride_last_d,
-        stride_last_e,
+        first.d,
+        first.e,
+        last.d,
+        last.e,
     )
     pipeline = _memory(maps, TILE)
     hopper.fence_async_shared()
-    if WARPGROUPS == 2:
+    if TILE.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, maps, pipeline, recurrence, OPTIONS, TILE)),

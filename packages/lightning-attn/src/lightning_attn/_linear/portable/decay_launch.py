@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ..._linked.launch.runtime import Launch, token_strides
+from ..._linked.host.forms import Memory
+from ..._linked.launch.entries import flat
+from ..._linked.launch.runtime import Launch
 from ..call import BackwardTensors, Inputs
+from .arguments import DecayGradientNumbers, Lengths, Options, Rows, RowStrides, Tensors
 from .decay_gradient import decay_gradient_kernel
-from .structures import DecayGradientNumbers, DecayGradientOptions, DecayGradientTensors
-from .walk_launch import Walk, constants_of, tile_of
+from .walk_launch import Walk, strides_of, tile_constants, tile_of
 
 
 class DecayGradientPlan:
@@ -27,18 +28,15 @@ class DecayGradientPlan:
         written, gradients = _walks_of(x)
         self._forward = Walk(written, **by_chunks)
         self._backward = Walk(gradients, write_scale=scale, reverse=True, **by_chunks)
-        of_rows = [token_strides(rows) for rows in (x.q, x.k, x.v, x.dout)]
-        self._strides = tuple(itertools.chain.from_iterable(of_rows))
-        options = DecayGradientOptions(d, e)
-        self._launch = Launch(
-            decay_gradient_kernel,
-            {
-                **options._asdict(),
-                **constants_of(tile, x.q, x.v, is_exact=True),
-                "num_warps": max(8, tile.num_warps),  # it holds two states
-                "num_stages": 1,
-            },
-        )
+        # by tokens
+        self._numbers: Memory[tuple[float, ...]] = Memory()
+        constants = {
+            "OPTIONS": Options(d, e),
+            "TILE": tile_constants(tile, x.q, x.v, is_exact=True),
+            "num_warps": max(8, tile.num_warps),  # it holds two states
+            "num_stages": 1,
+        }
+        self._launch = Launch(decay_gradient_kernel, constants)
 
     def gradient(self, x: BackwardTensors) -> Tensor:
         """Return the gradient of readable tensors."""
@@ -54,22 +52,20 @@ class DecayGradientPlan:
         splits = cdiv(walk.e, self._tile.block_e)
         # slots without tokens write nothing
         out = torch.zeros((pieces, walk.heads, splits), dtype=torch.float32, device=x.q.device)
-        lengths = walk.batch, walk.heads, tokens, self._tile.chunk, segments
-        self._launch(
-            out.numel(),
-            DecayGradientTensors(
-                x.q,
-                x.k,
-                x.v,
-                x.dout,
-                out,
-                x.decay,
-                arriving.memory,
-                leaving.memory,
-                x.cu_seqlens,
-            ),
-            DecayGradientNumbers(self._scale, *lengths, *self._strides, *arriving.strides),
-        )
+        numbers = self._numbers.get(tokens)
+        if numbers is None:
+            lengths = Lengths(walk.batch, walk.heads, tokens, self._tile.chunk, segments)
+            given = DecayGradientNumbers(
+                scale=self._scale,
+                lengths=lengths,
+                rows=RowStrides(*map(strides_of, (x.k, x.v, x.q))),
+                dout=strides_of(x.dout),
+                states=arriving.strides,
+            )
+            numbers = self._numbers.keep(tokens, flat(given))
+        rows = Rows(x.k, x.v, x.q, out)
+        states = Tensors(x.decay, arriving.memory, leaving.memory, x.cu_seqlens)
+        self._launch(out.numel(), (*rows, x.dout, *states), numbers)
         return -out.sum(dim=(0, 2))
 
 

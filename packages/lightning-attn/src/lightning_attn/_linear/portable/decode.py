@@ -3,15 +3,25 @@
 Memory traffic of the states bounds the step, so the products are plain multiply-adds in fp32.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
+from ..._linked.launch.entries import entry
+from ..._linked.portable.primitives import pointer_to
+from .arguments import DecodeNumbers, DecodeTensors
 from .primitives import factor, rate_of
-from .structures import DecodeNumbers, DecodeTensors
 
 
 @triton.jit
-def _state_pointers(base, rows, cols, stride_d, stride_e, BYTES: tl.constexpr, ALONG: tl.constexpr):
+def _base(ptr, strides, row, head, index):
+    """Return the pointers to a row's elements of the first token."""
+    return ptr + row * strides.batch + head * strides.head + index.to(tl.int64) * strides.element
+
+
+@triton.jit
+def _state_pointers(base, strides, rows, cols, BYTES: tl.constexpr, ALONG: tl.constexpr):
     """Return the pointers of a tile of a state, [D, E].
 
     ``ALONG`` is the dimension with stride 1: 1 e, 0 d. Its rows are aligned to ``BYTES``.
@@ -19,103 +29,61 @@ def _state_pointers(base, rows, cols, stride_d, stride_e, BYTES: tl.constexpr, A
     rows_64 = rows.to(tl.int64)[:, None]
     cols_64 = cols.to(tl.int64)[None, :]
     if ALONG == 1:
-        begin = tl.multiple_of(base + rows_64 * stride_d, [BYTES, BYTES])
+        begin = tl.multiple_of(base + rows_64 * strides.d, [BYTES, BYTES])
         return begin + cols[None, :]
     if ALONG == 0:
-        begin = tl.multiple_of(base + cols_64 * stride_e, [BYTES, BYTES])
+        begin = tl.multiple_of(base + cols_64 * strides.e, [BYTES, BYTES])
         return begin + rows[:, None]
-    return base + rows_64 * stride_d + cols_64 * stride_e
+    return base + rows_64 * strides.d + cols_64 * strides.e
 
 
-@triton.jit(
-    do_not_specialize=DecodeNumbers._fields, do_not_specialize_on_alignment=DecodeTensors._fields
-)
+@entry(triton.jit)
 def decode_kernel(
-    read_ptr,
-    key_ptr,
-    value_ptr,
-    out_ptr,
-    states_ptr,
-    last_ptr,
-    decay_ptr,
-    slots_ptr,
-    scale,
-    tokens,
-    heads,
-    stride_rb,
-    stride_rs,
-    stride_rh,
-    stride_rd,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_od,
-    stride_states_b,
-    stride_states_h,
-    stride_states_d,
-    stride_states_e,
-    stride_last_b,
-    stride_last_s,
-    stride_last_h,
-    stride_last_d,
-    stride_last_e,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BYTES: tl.constexpr,
-    ALONG: tl.constexpr,
-    BYTES_LAST: tl.constexpr,
-    ALONG_LAST: tl.constexpr,
+    tensors: DecodeTensors, numbers: DecodeNumbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
 ):
     """``S = exp(-s) S + k^T v``, then ``out = scale q S``, token by token.
 
     A program updates some columns of the state of one head of one sequence.
     """
-    SPLITS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    BLOCK_E: tl.constexpr = TILE.BLOCK_E
+    SPLITS: tl.constexpr = (OPTIONS.E + BLOCK_E - 1) // BLOCK_E
     pid = tl.program_id(0)
     cols = pid % SPLITS * BLOCK_E + tl.arange(0, BLOCK_E)  # [E]
-    head = (pid // SPLITS % heads).to(tl.int64)
-    row = (pid // SPLITS // heads).to(tl.int64)
-    rows = tl.arange(0, BLOCK_D)  # [D]
-    inside_d = rows < D
-    inside_e = cols < E
+    head = (pid // SPLITS % numbers.heads).to(tl.int64)
+    row = (pid // SPLITS // numbers.heads).to(tl.int64)
+    rows = tl.arange(0, TILE.BLOCK_D)  # [D]
+    inside_d = rows < OPTIONS.D
+    inside_e = cols < OPTIONS.E
     inside = inside_d[:, None] & inside_e[None, :]  # [D, E]
-    out_base = out_ptr + row * stride_ob + head * stride_oh + cols.to(tl.int64) * stride_od
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    dtype = tensors.out_ptr.dtype.element_ty
+    out_base = _base(tensors.out_ptr, numbers.out, row, head, cols)
+    slot = tl.load(tensors.slot_idx_ptr + row).to(tl.int64)
     if slot < 0:
-        for t in tl.range(0, tokens):
-            zeros = tl.zeros([BLOCK_E], out_ptr.dtype.element_ty)
-            tl.store(out_base + (tl.zeros([], tl.int64) + t) * stride_os, zeros, mask=inside_e)
+        for t in tl.range(0, numbers.tokens):
+            out_ptrs = out_base + (tl.zeros([], tl.int64) + t) * numbers.out.token
+            tl.store(out_ptrs, tl.zeros([BLOCK_E], dtype), mask=inside_e)
         return
-    cache = states_ptr + slot * stride_states_b + head * stride_states_h
-    pointers = _state_pointers(cache, rows, cols, stride_states_d, stride_states_e, BYTES, ALONG)
+    cache, after = numbers.state_cache, numbers.states_out
+    base = tensors.state_cache_ptr + slot * cache.batch + head * cache.head
+    pointers = _state_pointers(base, cache, rows, cols, OPTIONS.BYTES, OPTIONS.ALONG)
     state = tl.load(pointers, mask=inside, other=0.0)  # [D, E]
-    kept = factor(rate_of(decay_ptr, head), tl.full([], 1, tl.int32))
-    q_base = read_ptr + row * stride_rb + head * stride_rh + rows.to(tl.int64) * stride_rd
-    k_base = key_ptr + row * stride_kb + head * stride_kh + rows.to(tl.int64) * stride_kd
-    v_base = value_ptr + row * stride_vb + head * stride_vh + cols.to(tl.int64) * stride_vd
-    for t in tl.range(0, tokens):
+    kept = factor(rate_of(tensors.decay_ptr, head), tl.full([], 1, tl.int32))
+    q_base = _base(tensors.q_ptr, numbers.q, row, head, rows)
+    k_base = _base(tensors.k_ptr, numbers.k, row, head, rows)
+    v_base = _base(tensors.v_ptr, numbers.v, row, head, cols)
+    for t in tl.range(0, numbers.tokens):
         t_64 = tl.zeros([], tl.int64) + t
-        q = tl.load(q_base + t_64 * stride_rs, mask=inside_d, other=0.0).to(tl.float32)
-        k = tl.load(k_base + t_64 * stride_ks, mask=inside_d, other=0.0).to(tl.float32)
-        v = tl.load(v_base + t_64 * stride_vs, mask=inside_e, other=0.0).to(tl.float32)
+        q = tl.load(q_base + t_64 * numbers.q.token, mask=inside_d, other=0.0).to(tl.float32)
+        k = tl.load(k_base + t_64 * numbers.k.token, mask=inside_d, other=0.0).to(tl.float32)
+        v = tl.load(v_base + t_64 * numbers.v.token, mask=inside_e, other=0.0).to(tl.float32)
         state = state * kept + k[:, None] * v[None, :]  # [D, E]
-        out = tl.sum(state * q[:, None], 0) * scale  # [E]
-        tl.store(out_base + t_64 * stride_os, out.to(out_ptr.dtype.element_ty), mask=inside_e)
-        if last_ptr is not None:
-            after = last_ptr + row * stride_last_b + t_64 * stride_last_s + head * stride_last_h
+        out = tl.sum(state * q[:, None], 0) * numbers.scale  # [E]
+        tl.store(out_base + t_64 * numbers.out.token, out.to(dtype), mask=inside_e)
+        if tensors.states_out_ptr is not None:
+            base = pointer_to(tensors.states_out_ptr, after, row, t_64, head)
             after_ptrs = _state_pointers(
-                after, rows, cols, stride_last_d, stride_last_e, BYTES_LAST, ALONG_LAST
+                base, after, rows, cols, OPTIONS.BYTES_OUT, OPTIONS.ALONG_OUT
             )
             tl.store(after_ptrs, state, mask=inside)
-    if last_ptr is None:
+    if tensors.states_out_ptr is None:
         tl.store(pointers, state, mask=inside)

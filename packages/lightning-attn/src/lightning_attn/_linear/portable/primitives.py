@@ -40,31 +40,29 @@ def load_rows_transposed(
 
 
 @triton.jit
-def dot_add(acc, a, b, dtype, PRODUCTS: tl.constexpr):
+def dot_add(acc, a, b, dtype, TILE: tl.constexpr):
     """Return ``acc + a @ b``, where one operand is a computed value in fp32.
 
-    ``PRODUCTS.NARROW`` rounds it to the inputs' ``dtype``; not for fp16, which would overflow.
+    ``TILE.NARROW`` rounds it to the inputs' ``dtype``; not for fp16, which would overflow.
     """
-    PRECISION: tl.constexpr = PRODUCTS.PRECISION
-    if PRODUCTS.NARROW:
-        return tl.dot(a.to(dtype), b.to(dtype), acc, input_precision=PRECISION)
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+    if TILE.NARROW:
+        return tl.dot(a.to(dtype), b.to(dtype), acc, input_precision=TILE.PRECISION)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=TILE.PRECISION)
 
 
 @triton.jit
-def dot_apart(a, b, dtype, PRODUCTS: tl.constexpr):
+def dot_apart(a, b, dtype, TILE: tl.constexpr):
     """Return ``a @ b`` as ``dot_add`` computes it, in a separate accumulator.
 
     Tensor cores truncate sums instead of rounding them, so a sum over a million tokens would drift.
     The bound on inexact sums keeps the compiler from folding the caller's addition into the
     accumulator.
     """
-    PRECISION: tl.constexpr = PRODUCTS.PRECISION
-    if PRODUCTS.NARROW:
+    if TILE.NARROW:
         a, b = a.to(dtype), b.to(dtype)
     else:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=PRODUCT_DEPTH)
+    return tl.dot(a, b, input_precision=TILE.PRECISION, max_num_imprecise_acc=PRODUCT_DEPTH)
 
 
 @triton.jit
@@ -80,17 +78,9 @@ def factor(rate, distance):
 
 
 @triton.jit
-def state_offsets(rows, cols, stride_d, stride_e):
-    """Return the offsets of a tile of a state with any strides, ``[rows, cols]``."""
-    return rows.to(tl.int64)[:, None] * stride_d + cols.to(tl.int64)[None, :] * stride_e
-
-
-@triton.jit
-def state_pointers(memory, owner, segment, head, rows, cols):
-    """Return the pointers of a tile of a state, ``[rows, cols]``."""
-    base = memory.ptr + owner * memory.stride_b + segment.to(tl.int64) * memory.stride_s
-    base += head * memory.stride_h
-    return base + state_offsets(rows, cols, memory.stride_rows, memory.stride_cols)
+def state_offsets(rows, cols, strides):
+    """Return the offsets of a tile of a state, [D, E]."""
+    return rows.to(tl.int64)[:, None] * strides.d + cols.to(tl.int64)[None, :] * strides.e
 
 
 @triton.jit
@@ -156,10 +146,12 @@ def slot_of(slots_ptr, sequence, batch):
 @triton.jit
 def clear_rows(out, begin, length, cols, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Store zeros to rows of one head of an output of ``WIDTH`` columns."""
-    index = tl.arange(0, TILE.CHUNK)  # [C]
-    for done in range(0, length, TILE.CHUNK):
+    CHUNK: tl.constexpr = TILE.CHUNK
+    BLOCK_E: tl.constexpr = TILE.BLOCK_E
+    index = tl.arange(0, CHUNK)  # [C]
+    for done in range(0, length, CHUNK):
         rows = (begin + done + index).to(tl.int64)
         pointers = out.ptr + ((rows * out.heads + out.head) * WIDTH)[:, None] + cols[None, :]
         mask = (done + index < length)[:, None] & (cols < WIDTH)[None, :]
-        zeros = tl.zeros([TILE.CHUNK, TILE.BLOCK_E], out.ptr.dtype.element_ty)  # [C, E]
+        zeros = tl.zeros([CHUNK, BLOCK_E], out.ptr.dtype.element_ty)  # [C, E]
         tl.store(pointers, zeros, mask=mask)

@@ -22,173 +22,111 @@ into segments: a walk without reads computes each segment's contribution, :mod:`
 these into the state before each segment, and a second walk computes all segments at once.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
-from ..._linked.portable.primitives import dot, settle
-from .primitives import (
-    clear_rows,
-    dot_add,
-    dot_apart,
-    factor,
-    load_rows,
-    locate,
-    rate_of,
-    slot_of,
-    state_pointers,
-)
-from .structures import (
-    Lengths,
-    Output,
-    Products,
-    StateMemory,
-    WalkNumbers,
-    WalkOptions,
-    WalkTensors,
-    WalkTile,
-)
+from ..._linked.launch.entries import entry
+from ..._linked.portable.primitives import dot, pointer_to, settle
+from .arguments import Numbers, Rows, RowStrides, Tensors
+from .primitives import clear_rows, dot_add, dot_apart, factor, load_rows, locate, rate_of, slot_of
+from .structures import Output
 
 
 @triton.jit
 def _clear_padding(
-    out,
-    cu_seqlens_ptr,
-    found,
-    begin,
-    batch,
-    cols,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    out, tensors, found, begin, batch, cols, OPTIONS: tl.constexpr, TILE: tl.constexpr
 ):
     """Store zeros to the output of rows that belong to no sequence."""
     clear_rows(out, begin, found.length, cols, OPTIONS.E, TILE)
-    if cu_seqlens_ptr is not None and not OPTIONS.SEGMENTED:
+    if tensors.cu_seqlens_ptr is not None and not OPTIONS.SEGMENTED:
         # the program of the padding after all sequences also clears the padding before them
-        ahead = tl.where(found.sequence == batch, tl.load(cu_seqlens_ptr), 0)
+        ahead = tl.where(found.sequence == batch, tl.load(tensors.cu_seqlens_ptr), 0)
         clear_rows(out, 0, ahead, cols, OPTIONS.E, TILE)
 
 
 @triton.jit
-def _first_state(first, has_first_ptr, found, owner, head, cols, rows_d, inside, D: tl.constexpr):
-    """Return the state before a piece, [E, D]."""
-    is_there = inside
-    if has_first_ptr is not None:
-        there = tl.where(tl.load(has_first_ptr + found.sequence) != 0, D, 0)
-        is_there = inside & (rows_d < there)[None, :]
-    pointers = state_pointers(first, owner, found.index, head, cols, rows_d)
-    return tl.load(pointers, mask=is_there, other=0.0)
+def _state_pointers(ptr, strides, owner, index, head, rows_d, cols):
+    """Return the pointers of a tile of the state of a piece, [E, D]."""
+    base = ptr + owner * strides.batch + index.to(tl.int64) * strides.token + head * strides.head
+    offsets = cols.to(tl.int64)[:, None] * strides.e + rows_d.to(tl.int64)[None, :] * strides.d
+    return base + offsets
 
 
 @triton.jit
-def _weights(rate, index, read_scale, write_scale, REVERSE: tl.constexpr):
+def _first_state(pointers, has_first_ptr, sequence, rows_d, inside, D: tl.constexpr):
+    """Return the state before a piece, [E, D]."""
+    if has_first_ptr is not None:
+        there = tl.where(tl.load(has_first_ptr + sequence) != 0, D, 0)
+        inside = inside & (rows_d < there)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _weights(rate, index, scales, REVERSE: tl.constexpr):
     """Return the factors of a chunk's scores, [C, C]."""
     # distance from the token of a row to the token of a column; negative distances are masked
     apart = index[None, :] - index[:, None]
     if REVERSE:
         apart = -apart
-    weights = factor(rate, tl.maximum(apart, 0)) * (read_scale * write_scale)
+    weights = factor(rate, tl.maximum(apart, 0)) * (scales.read * scales.write)
     return tl.where(apart >= 0, weights, 0.0)
 
 
 @triton.jit
-def _read(state, k, v_t, q, arrival, weights, PRODUCTS: tl.constexpr):
+def _read(state, k, v_t, q, arrival, weights, TILE: tl.constexpr):
     """Return the reads of a chunk's tokens, from the state and from each other, [E, C]."""
+    PRECISION: tl.constexpr = TILE.PRECISION
     q_t = tl.trans(q)  # [D, C]
     zeros = tl.zeros([state.shape[0], q.shape[0]], tl.float32)  # [E, C]
-    out = dot_add(zeros, state, q_t, q_t.dtype, PRODUCTS) * arrival[None, :]
-    scores = dot(k, q_t, PRODUCTS.PRECISION, PRODUCTS.UPCAST) * weights  # [C, C]
-    return dot_add(out, v_t, scores, v_t.dtype, PRODUCTS)
+    out = dot_add(zeros, state, q_t, q_t.dtype, TILE) * arrival[None, :]
+    scores = dot(k, q_t, PRECISION, TILE.UPCAST) * weights  # [C, C]
+    return dot_add(out, v_t, scores, v_t.dtype, TILE)
 
 
 @triton.jit
-def _written(v_t, k, fading, PRODUCTS: tl.constexpr):
+def _written(v_t, k, fading, TILE: tl.constexpr):
     """Return ``(fading * v_t) @ k``, [E, D], with values as one or two numbers of 16 bits."""
     faded = v_t.to(tl.float32) * fading[None, :]
-    if PRODUCTS.NARROW and PRODUCTS.TERMS == 2:
+    if TILE.NARROW and TILE.TERMS == 2:
         # the upper half of a number's bits is a 16-bit number
         upper = (faded.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        written = dot_apart(upper, k, v_t.dtype, PRODUCTS)
-        return dot_add(written, faded - upper, k, v_t.dtype, PRODUCTS)
-    return dot_apart(faded, k, v_t.dtype, PRODUCTS)
+        written = dot_apart(upper, k, v_t.dtype, TILE)
+        return dot_add(written, faded - upper, k, v_t.dtype, TILE)
+    return dot_apart(faded, k, v_t.dtype, TILE)
 
 
-@triton.jit(
-    do_not_specialize=WalkNumbers._fields, do_not_specialize_on_alignment=WalkTensors._fields
-)
+@entry(triton.jit)
 def walk_kernel(
-    key_ptr,
-    value_ptr,
-    read_ptr,
-    out_ptr,
-    decay_ptr,
-    first_ptr,
-    last_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    has_first_ptr,
-    read_scale,
-    write_scale,
-    batch,
-    heads,
-    tokens,
-    size,
-    pieces,
-    stride_rb,
-    stride_rs,
-    stride_rh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_first_b,
-    stride_first_s,
-    stride_first_h,
-    stride_first_d,
-    stride_first_e,
-    stride_last_b,
-    stride_last_s,
-    stride_last_h,
-    stride_last_d,
-    stride_last_e,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    REVERSE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-    SETTLE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
-    TERMS: tl.constexpr,
-    NARROW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    rows: Rows,
+    tensors: Tensors,
+    numbers: Numbers,
+    strides: RowStrides,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """``out_i = read_i S_i``, where ``S_i = exp(-s) S_(i-1) + key_i^T value_i``.
 
     A program walks the chunks of one piece of tokens, for some columns of the state of one head.
     """
-    OPTIONS: tl.constexpr = WalkOptions(D, E, REVERSE, SEGMENTED, SETTLE)
-    TILE: tl.constexpr = WalkTile(BLOCK_D, BLOCK_E, CHUNK, ROW_BYTES, ROW_BYTES_V)
-    PRODUCTS: tl.constexpr = Products(TERMS, NARROW, PRECISION, UPCAST)
-    # the state is kept transposed: its rows are columns of the values
-    first = StateMemory(
-        first_ptr, stride_first_b, stride_first_s, stride_first_h, stride_first_e, stride_first_d
-    )
-    last = StateMemory(
-        last_ptr, stride_last_b, stride_last_s, stride_last_h, stride_last_e, stride_last_d
-    )
+    D: tl.constexpr = OPTIONS.D
+    E: tl.constexpr = OPTIONS.E
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    BLOCK_E: tl.constexpr = TILE.BLOCK_E
+    CHUNK: tl.constexpr = TILE.CHUNK
+    ROW_BYTES: tl.constexpr = TILE.ROW_BYTES
+    ROW_BYTES_V: tl.constexpr = TILE.ROW_BYTES_V
     SPLITS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    lengths, scales = numbers.lengths, numbers.scales
+    key, value, read = strides.key, strides.value, strides.read
     pid = tl.program_id(0)
     first_col = pid % SPLITS * BLOCK_E
-    head = pid // SPLITS % heads
-    piece = pid // SPLITS // heads
-    found = locate(cu_seqlens_ptr, piece, Lengths(batch, tokens, size, pieces), SEGMENTED)
+    head = pid // SPLITS % lengths.heads
+    piece = pid // SPLITS // lengths.heads
+    found = locate(tensors.cu_seqlens_ptr, piece, lengths, OPTIONS.SEGMENTED)
     length = found.length
-    if SEGMENTED and length <= 0:
+    if OPTIONS.SEGMENTED and length <= 0:
         return
     index = tl.arange(0, CHUNK)  # [C]
     rows_d = tl.arange(0, BLOCK_D)  # [D]
@@ -196,65 +134,70 @@ def walk_kernel(
     sequence_64 = found.sequence.to(tl.int64)
     head_64 = head.to(tl.int64)
     out_begin = found.begin.to(tl.int64)
-    if cu_seqlens_ptr is None:
-        out_begin += sequence_64 * tokens
-    slot = slot_of(slots_ptr, found.sequence, batch)
+    if tensors.cu_seqlens_ptr is None:
+        out_begin += sequence_64 * lengths.tokens
+    slot = slot_of(tensors.slots_ptr, found.sequence, lengths.batch)
     if slot < 0:
-        if out_ptr is not None:
-            whole = Output(out_ptr, heads, head_64)
-            _clear_padding(whole, cu_seqlens_ptr, found, out_begin, batch, cols, OPTIONS, TILE)
+        if rows.out_ptr is not None:
+            whole = Output(rows.out_ptr, lengths.heads, head_64)
+            _clear_padding(whole, tensors, found, out_begin, lengths.batch, cols, OPTIONS, TILE)
         return
-    if cu_seqlens_ptr is not None:
+    if tensors.cu_seqlens_ptr is not None:
         sequence_64 = tl.zeros([], tl.int64)
-    if SEGMENTED:
+    if OPTIONS.SEGMENTED:
         owner = sequence_64
     else:
         owner = slot
 
     inside_state = (cols < E)[:, None] & (rows_d < D)[None, :]  # [E, D]
     state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # [E, D]
-    if first_ptr is not None:
+    if tensors.first_ptr is not None:
+        first_ptrs = _state_pointers(
+            tensors.first_ptr, numbers.first, owner, found.index, head_64, rows_d, cols
+        )
         state = _first_state(
-            first, has_first_ptr, found, owner, head_64, cols, rows_d, inside_state, D
+            first_ptrs, tensors.has_first_ptr, found.sequence, rows_d, inside_state, D
         )
 
     origin = found.begin.to(tl.int64)
-    k_base = key_ptr + sequence_64 * stride_kb + origin * stride_ks + head_64 * stride_kh
-    v_base = value_ptr + sequence_64 * stride_vb + origin * stride_vs + head_64 * stride_vh
-    if out_ptr is not None:
-        q_base = read_ptr + sequence_64 * stride_rb + origin * stride_rs + head_64 * stride_rh
+    k_base = pointer_to(rows.key_ptr, key, sequence_64, origin, head_64)
+    v_base = pointer_to(rows.value_ptr, value, sequence_64, origin, head_64)
+    if rows.out_ptr is not None:
+        q_base = pointer_to(rows.read_ptr, read, sequence_64, origin, head_64)
         # out is contiguous: [tokens, heads, E]
-        out_base = out_ptr + (out_begin * heads + head) * E
-        stride_out = heads * E
+        out_base = rows.out_ptr + (out_begin * lengths.heads + head) * E
+        stride_out = lengths.heads * E
 
-    rate = rate_of(decay_ptr, head)
-    weights = _weights(rate, index, read_scale, write_scale, REVERSE)  # [C, C]
+    rate = rate_of(tensors.decay_ptr, head)
+    weights = _weights(rate, index, scales, OPTIONS.REVERSE)  # [C, C]
     last_chunk = tl.maximum(length - 1, 0) // CHUNK * CHUNK
     for walked in tl.range(0, length, CHUNK):
         done = walked
-        if REVERSE:
+        if OPTIONS.REVERSE:
             done = last_chunk - walked
-        rows = done + index
-        inside = rows < length
+        tokens = done + index
+        inside = tokens < length
         count = tl.minimum(CHUNK, length - done)
-        k = load_rows(k_base, rows, stride_ks, inside, rows_d, D, ROW_BYTES)  # [C, D]
-        v = load_rows(v_base, rows, stride_vs, inside, cols, E, ROW_BYTES_V)  # [C, E]
+        k = load_rows(k_base, tokens, key.token, inside, rows_d, D, ROW_BYTES)  # [C, D]
+        v = load_rows(v_base, tokens, value.token, inside, cols, E, ROW_BYTES_V)  # [C, E]
         v_t = tl.trans(v)  # [E, C]
         # tokens from each token to the end of the chunk, and from its beginning
         until = tl.maximum(count - 1 - index, 0)  # [C]
         since = index + 1  # [C]
-        if out_ptr is not None:
-            q = load_rows(q_base, rows, stride_rs, inside, rows_d, D, ROW_BYTES)  # [C, D]
-            arrival = factor(rate, until if REVERSE else since) * read_scale  # [C]
-            out = _read(state, k, v_t, q, arrival, weights, PRODUCTS)  # [E, C]
-            begins = out_base + rows.to(tl.int64)[None, :] * stride_out
+        if rows.out_ptr is not None:
+            q = load_rows(q_base, tokens, read.token, inside, rows_d, D, ROW_BYTES)  # [C, D]
+            arrival = factor(rate, until if OPTIONS.REVERSE else since) * scales.read  # [C]
+            out = _read(state, k, v_t, q, arrival, weights, TILE)  # [E, C]
+            begins = out_base + tokens.to(tl.int64)[None, :] * stride_out
             begins = tl.multiple_of(begins, [ROW_BYTES_V, ROW_BYTES_V])
             mask = inside[None, :] & (cols < E)[:, None]
-            tl.store(begins + cols[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
-        fading = factor(rate, since if REVERSE else until) * write_scale  # [C]
-        written = _written(v_t, k, fading, PRODUCTS)  # [E, D]
-        state = state * factor(rate, count) + settle(written, SETTLE)
+            tl.store(begins + cols[:, None], out.to(rows.out_ptr.dtype.element_ty), mask=mask)
+        fading = factor(rate, since if OPTIONS.REVERSE else until) * scales.write  # [C]
+        written = _written(v_t, k, fading, TILE)  # [E, D]
+        state = state * factor(rate, count) + settle(written, TILE.SETTLE)
 
-    if last_ptr is not None:
-        pointers = state_pointers(last, owner, found.index, head_64, cols, rows_d)
-        tl.store(pointers, state, mask=inside_state)
+    if tensors.last_ptr is not None:
+        last_ptrs = _state_pointers(
+            tensors.last_ptr, numbers.last, owner, found.index, head_64, rows_d, cols
+        )
+        tl.store(last_ptrs, state, mask=inside_state)

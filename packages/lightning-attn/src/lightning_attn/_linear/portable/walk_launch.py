@@ -10,17 +10,26 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from ..._linked.host.forms import LIMIT, Memory, interpreted
+from ..._linked.host.forms import Memory, interpreted
+from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import Launch, aligned, dense, row_bytes, token_strides
+from ..._linked.portable.primitives import Strides
 from ..call import Inputs
 from ..tiles import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
-from .combine import combine_kernel
-from .structures import (
-    CombineOptions,
-    Products,
-    WalkOptions,
+from .arguments import (
+    CombineNumbers,
+    Lengths,
+    Numbers,
+    Options,
+    Rows,
+    RowStrides,
+    Scales,
+    StateStrides,
+    StateTile,
+    Tensors,
     WalkTile,
 )
+from .combine import combine_kernel
 from .walk import walk_kernel
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -28,8 +37,9 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 BLOCK_ROWS, BLOCK_COLS = 16, 64
 
 
-# a launch with its grid, tensors and numbers
+# a launch with its grid, tensors and numbers; and without tensors
 Call = tuple[Launch, int, tuple[Any, ...], tuple[float, ...]]
+Prepared = tuple[Launch, int, tuple[float, ...]]
 
 
 def launch_all(calls: Iterable[Call]) -> None:
@@ -39,10 +49,10 @@ def launch_all(calls: Iterable[Call]) -> None:
 
 
 class States(NamedTuple):
-    """A state per piece, with the strides of sequence, segment, head, d and e."""
+    """A state per piece of tokens."""
 
     memory: Tensor | None
-    strides: tuple[int, int, int, int, int]
+    strides: StateStrides
 
     @classmethod
     def of(cls, state: Tensor | None) -> States:
@@ -50,15 +60,15 @@ class States(NamedTuple):
         if state is None:
             return NO_STATES
         batch, head, row, column = state.stride()
-        return cls(state, (batch, 0, head, row, column))
+        return cls(state, StateStrides(batch, 0, head, row, column))
 
     @property
     def transposed(self) -> States:
-        *rest, stride_d, stride_e = self.strides
-        return States(self.memory, (*rest, stride_e, stride_d))  # type: ignore[arg-type]
+        strides = self.strides
+        return States(self.memory, strides._replace(d=strides.e, e=strides.d))
 
 
-NO_STATES = States(None, (0, 0, 0, 0, 0))
+NO_STATES = States(None, StateStrides(0, 0, 0, 0, 0))
 
 
 def readable(x: Inputs) -> Inputs:
@@ -110,10 +120,12 @@ class Walk:
         # segments of a given size may not be whole chunks
         self._is_hopper = size is None and takes_hopper_walk(detect(x.key.device), *dims)
         self._schedule, self._asked_size = schedule, size
-        self._plans: dict[int, WalkPlan] = {}
+        # by tokens
+        self._plans: Memory[WalkPlan] = Memory()
         # by the differences between launches of one form
         self._launches: dict[Hashable, Launch] = {}
-        self._strides: dict[bool, tuple[int, ...]] = {}
+        # launches, their grids and their numbers, by what these depend on
+        self._prepared: Memory[Prepared] = Memory()
         if self._is_hopper:
             from ..hopper.launch import HopperWalk  # Triton may have no Gluon
 
@@ -128,9 +140,7 @@ class Walk:
             plan = plan_walk(self._schedule, self._tile, self.e, self.heads, batch, all_tokens)
             if self._asked_size is not None:
                 plan = replace(plan, size=self._asked_size)
-            if len(self._plans) >= LIMIT:
-                self._plans.clear()
-            self._plans[tokens] = plan
+            self._plans.keep(tokens, plan)
         return plan
 
     def segments(self, tokens: int) -> int:
@@ -199,7 +209,7 @@ class Walk:
         memory = torch.empty(shape, dtype=torch.float32, device=x.key.device)
         per_piece, per_head, per_row, _ = memory.stride()
         per_sequence = 0 if self.is_packed else segments * per_piece
-        return States(memory, (per_sequence, per_piece, per_head, per_row, 1))
+        return States(memory, StateStrides(per_sequence, per_piece, per_head, per_row, 1))
 
     def _state_calls(self, x: Inputs, states: States) -> tuple[Call, Call]:
         """Return the launches that fill the states before each segment, and ``last``."""
@@ -216,82 +226,90 @@ class Walk:
         *,
         segmented: bool,
     ) -> Call:
-        """Return one launch of the walk's kernel; without ``out`` it has no reads."""
+        """Return one launch of the walk; without ``out`` it has no reads."""
         read = None if out is None else x.read
         tokens = x.key.shape[-3]
+        has_first = None if segmented else x.has_first
+        tensors = Tensors(x.decay, first.memory, last.memory, x.cu_seqlens, x.slots, has_first)
+        is_hopper = self._is_hopper and tokens > 0  # an empty tensor has no map
+        kind = is_hopper, segmented, read is None, x.last is None, *[t is None for t in tensors]
+        form = tokens, kind, read_scale, first.strides, last.strides
+        prepared = self._prepared.get(form)
+        if prepared is None:
+            is_exact = self._is_exact and last.memory is not None
+            launch, lengths, grid = self._launch_of(
+                x, kind, segmented=segmented, has_reads=read is not None, is_exact=is_exact
+            )
+            scales = Scales(read_scale, self.write_scale)
+            given = flat(Numbers(scales, lengths, first.strides, last.strides))
+            if not is_hopper:
+                read_strides = Strides(0, 0, 0) if read is None else strides_of(read)
+                given += flat(RowStrides(strides_of(x.key), strides_of(x.value), read_strides))
+            prepared = self._prepared.keep(form, (launch, grid, given))
+        launch, grid, given = prepared
+        if is_hopper:
+            maps = self._hopper.maps(x.key, x.value, read, out)
+            return launch, grid, (*maps, out, *tensors), given
+        return launch, grid, (*Rows(x.key, x.value, read, out), *tensors), given
+
+    def _launch_of(
+        self, x: Inputs, kind: Hashable, *, segmented: bool, has_reads: bool, is_exact: bool
+    ) -> tuple[Launch, Lengths, int]:
+        """Return the launch of a kind, its lengths and its grid."""
+        tokens = x.key.shape[-3]
         plan = self.plan(tokens)
+        tile = plan.tile
         size, pieces = (plan.size, self.segments(tokens)) if segmented else (tokens, 1)
+        lengths = Lengths(self.batch, self.heads, tokens, size, pieces)
         # whole packed sequences have one more program, for all padding
         programs = pieces if segmented and self.is_packed else pieces * self.batch
         programs += 1 if self.is_packed and not segmented else 0
-        grid = programs * self.heads * cdiv(self.e, plan.tile.block_e)
-        has_first = None if segmented else x.has_first
-        others = x.decay, first.memory, last.memory, x.cu_seqlens, x.slots, has_first
-        lengths = self.batch, self.heads, tokens, size, pieces
-        scales = read_scale, self.write_scale
-        is_hopper = self._is_hopper and tokens > 0  # an empty tensor has no map
-        kind = (
-            is_hopper,
-            segmented,
-            plan.tile.block_e,
-            read is None,
-            x.last is None,
-            *[other is None for other in others],
-        )
-        launch = self._launches.get(kind)
+        grid = programs * self.heads * cdiv(self.e, tile.block_e)
+        form = tile.block_e, kind
+        launch = self._launches.get(form)
         if launch is None:
-            is_exact = self._is_exact and last.memory is not None
-            if is_hopper:
+            if self._is_hopper and tokens > 0:
                 # without reads and ``last``, the last segment's state is not needed
-                skip = segmented and read is None and x.last is None
-                launch = self._hopper.launch(plan.tile, segmented, skip, is_exact)
+                skip = segmented and not has_reads and x.last is None
+                launch = self._hopper.launch(tile, segmented, skip, is_exact)
             else:
-                launch = Launch(walk_kernel, self._constants(x, plan.tile, segmented, is_exact))
-            self._launches[kind] = launch
-        if is_hopper:
-            maps = self._hopper.maps(x.key, x.value, read, out)
-            # the fields of the structures ``Tensors`` and ``Numbers`` of hopper/structures.py
-            tensors = (*maps, out, *others)
-            return launch, grid, tensors, (*scales, *lengths, *first.strides, *last.strides)
-        strides = self._strides.get(read is None)
-        if strides is None:
-            of_reads = (0, 0, 0) if read is None else token_strides(read)
-            strides = (*of_reads, *token_strides(x.key), *token_strides(x.value))
-            self._strides[read is None] = strides
-        # the fields of WalkTensors and WalkNumbers
-        tensors = (x.key, x.value, read, out, *others)
-        return launch, grid, tensors, (*scales, *lengths, *strides, *first.strides, *last.strides)
+                constants = {
+                    "OPTIONS": Options(self.d, self.e, self.reverse, segmented),
+                    "TILE": tile_constants(tile, x.key, x.value, is_exact),
+                    "num_warps": tile.num_warps,
+                    "num_stages": tile.num_stages,
+                }
+                launch = Launch(walk_kernel, constants)
+            self._launches[form] = launch
+        return launch, lengths, grid
 
     def _combine(self, x: Inputs, states: States, *, replace: bool = True) -> Call:
         """Return the launch of the scan over segments; not ``replace``: it only fills ``last``."""
-        block_d, block_e = min(BLOCK_ROWS, self.d), min(BLOCK_COLS, 16 * (self.e // 16))
-        block_e = 1 << (block_e.bit_length() - 1)
-        tiles = cdiv(self.d, block_d) * cdiv(self.e, block_e)
+        tensors = Tensors(x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first)
         tokens = x.key.shape[-3]
-        absent = [t is None for t in (x.first, x.last, x.slots, x.has_first)]
-        kind = "combine", replace, *absent
-        launch = self._launches.get(kind)
-        if launch is None:
-            options = CombineOptions(self.d, self.e, block_d, block_e, self.reverse, replace)
-            launch = Launch(combine_kernel, options._asdict() | {"num_warps": 4, "num_stages": 2})
-            self._launches[kind] = launch
-        size, segments = self.plan(tokens).size, self.segments(tokens)
-        first, last = States.of(x.first), States.of(x.last)
-        # the fields of CombineTensors and CombineNumbers
-        tensors = states.memory, x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first
-        lengths = self.batch, self.heads, tokens, size, segments
-        grid = self.batch * self.heads * tiles
-        return launch, grid, tensors, (*lengths, *states.strides, *first.strides, *last.strides)
-
-    def _constants(self, x: Inputs, tile: Tile, segmented: bool, is_exact: bool) -> dict[str, Any]:
-        settle = detect(x.key.device).is_hopper
-        options = WalkOptions(self.d, self.e, self.reverse, segmented, settle)
-        return {
-            **options._asdict(),
-            **constants_of(tile, x.key, x.value, is_exact),
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
+        first, last = States.of(x.first).strides, States.of(x.last).strides
+        kind = "combine", replace, *[t is None for t in tensors]
+        form = tokens, kind, states.strides, first, last
+        prepared = self._prepared.get(form)
+        if prepared is None:
+            block_d, block_e = min(BLOCK_ROWS, self.d), min(BLOCK_COLS, 16 * (self.e // 16))
+            block_e = 1 << (block_e.bit_length() - 1)
+            grid = self.batch * self.heads * cdiv(self.d, block_d) * cdiv(self.e, block_e)
+            launch = self._launches.get(kind)
+            if launch is None:
+                constants = {
+                    "OPTIONS": Options(self.d, self.e, self.reverse, REPLACE=replace),
+                    "TILE": StateTile(block_d, block_e),
+                    "num_warps": 4,
+                    "num_stages": 2,
+                }
+                launch = self._launches[kind] = Launch(combine_kernel, constants)
+            size, segments = self.plan(tokens).size, self.segments(tokens)
+            lengths = Lengths(self.batch, self.heads, tokens, size, segments)
+            given = flat(CombineNumbers(lengths, states.strides, first, last))
+            prepared = self._prepared.keep(form, (launch, grid, given))
+        launch, grid, given = prepared
+        return launch, grid, (states.memory, *tensors), given
 
 
 def tile_of(key: Tensor, d: int, e: int) -> Tile:
@@ -299,14 +317,25 @@ def tile_of(key: Tensor, d: int, e: int) -> Tile:
     return walk_tile(detect(key.device), d, e, KINDS[key.dtype])
 
 
-def constants_of(tile: Tile, key: Tensor, value: Tensor, is_exact: bool) -> dict[str, Any]:
-    """Return a kernel's constants of tile and products; ``is_exact``: its states are returned."""
-    blocks = WalkTile(
-        padded_head_dim(key.shape[-1]), tile.block_e, tile.chunk, row_bytes(key), row_bytes(value)
+def tile_constants(tile: Tile, key: Tensor, value: Tensor, is_exact: bool) -> WalkTile:
+    """Return a kernel's constants; ``is_exact``: its states are returned."""
+    return WalkTile(
+        BLOCK_D=padded_head_dim(key.shape[-1]),
+        BLOCK_E=tile.block_e,
+        CHUNK=tile.chunk,
+        ROW_BYTES=row_bytes(key),
+        ROW_BYTES_V=row_bytes(value),
+        TERMS=(tile.terms if is_exact else 1) if tile.terms else 0,
+        NARROW=tile.terms is not None,
+        PRECISION=tile.precision,
+        UPCAST=interpreted(),
+        SETTLE=detect(key.device).is_hopper,
     )
-    terms = (tile.terms if is_exact else 1) if tile.terms else 0
-    products = Products(terms, tile.terms is not None, tile.precision, interpreted())
-    return blocks._asdict() | products._asdict()
+
+
+def strides_of(x: Tensor) -> Strides:
+    """Return the strides between a tensor's rows."""
+    return Strides(*token_strides(x))
 
 
 # walks of the operators and of gradients, by form

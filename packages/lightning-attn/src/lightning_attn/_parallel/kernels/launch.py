@@ -14,16 +14,12 @@ from ..._linear.launch import (
     states_like,
     write_gradients_by,
 )
-from ..._linear.portable.structures import (
-    ArriveNumbers,
-    ArriveOptions,
-    ArriveTensors,
-)
 from ..._linear.portable.walk_launch import States, Walk, readable, walk_of
 from ..._linked.host.forms import Memory
 from ..._linked.launch.runtime import Launch
 from ..passes import Sharded
 from ..shards import Sources
+from .arguments import Numbers, Tensors
 from .arrival import arrive_kernel
 
 __all__ = [
@@ -107,9 +103,9 @@ def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) 
     form = "arrive", base is None, every.device, detect(every.device)
     launch = _launches.get(form)
     if launch is None:
-        constants = ArriveOptions(STATE_BLOCK)._asdict() | {"num_warps": 4, "num_stages": 2}
+        constants = {"BLOCK": STATE_BLOCK, "num_warps": 4, "num_stages": 2}
         launch = _launches.keep(form, Launch(arrive_kernel, constants))
-    tensors = ArriveTensors(every, decay.contiguous(), base, out, *sources)
+    tensors = Tensors(every, decay.contiguous(), base, out, *sources)
     grid = rows * heads * cdiv(d * e, STATE_BLOCK)
-    launch(grid, tensors, ArriveNumbers(heads, d * e))
+    launch(grid, tensors, Numbers(heads, size=d * e))
     return out

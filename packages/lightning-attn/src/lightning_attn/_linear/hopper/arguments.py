@@ -1,0 +1,25 @@
+"""What a launch passes to the walk on Hopper, besides the arguments of the portable walk."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..._linked.launch.entries import Map
+
+
+class Maps(NamedTuple):
+    """Tensor maps of panels; ``read`` and ``out`` are None without reads."""
+
+    key: Map
+    value: Map
+    read: Map
+    out: Map
+
+
+class Tile(NamedTuple):
+    """Panels of a program."""
+
+    HALVES: Any  # panels per row of keys
+    WARPGROUPS: Any
+    STAGES: Any
+    TERMS: Any  # numbers of 16 bits per value that is written to the state
