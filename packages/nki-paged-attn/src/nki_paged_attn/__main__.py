@@ -185,7 +185,7 @@ def _print_plan(arguments: argparse.Namespace) -> None:
 
 
 def _describe(spec: tuple[int, ...]) -> str:
-    """Name what a loop of a form runs."""
+    """Describe a loop of a form."""
     if spec[0] == BLOCKS:
         return f"blocks of {spec[1]} tiles"
     if spec[0] == PARTS:
@@ -220,7 +220,7 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         "programs",
     ]
     shape = {name: getattr(arguments, name) for name in names}
-    # each body once, as it is compiled
+    # each loop body once, as a compiler counts
     form = trace_form(queries, contexts, **shape, samples=0)
     # a timeline shows all iterations
     samples = None if arguments.html or arguments.trace else SAMPLES
@@ -236,7 +236,7 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 
 
 def _forms(trace: Trace) -> str:
-    """Say how many forms of an instruction a program has, sizes included."""
+    """Describe the distinct instructions of a program, sizes included."""
     own = [i for i in trace.instructions if not i.program]
     forms = {(i.op, i.engine, i.elements, i.stationary, i.form) for i in own}
     ops = Counter(i.op for i in own)

@@ -68,23 +68,25 @@ def paged_attention(
             a context are not read.
         query_lens: new tokens of each sequence, ``[batch]``; rows of q after their sum give 0.
         context_lens: tokens of each sequence that the cache holds, ``[batch]``.
-        scale: of the scores; any finite number. Default: ``head_dim ** -0.5``.
-        window: how many keys a token sees at most, its own included. Default: all.
+        scale: factor of the scores; any finite number. Default: ``head_dim ** -0.5``.
+        window: the most keys that a token sees, its own included. Default: all.
         sinks: ``[heads]``, one more logit in each denominator, in natural units.
         softcap: ``c`` makes scores ``c * tanh(s / c)``. Default: none.
-        k_scale, v_scale: what cached keys and values are multiplied by; a number or ``[kv_heads]``.
+        k_scale, v_scale: factors of cached keys and values; a number or ``[kv_heads]``.
         return_lse: also return the natural logarithm of the denominators, fp32 ``[heads, tokens]``.
-        backend: ``auto``, ``nki`` (a device), ``nki-sim`` (AWS's simulator) or ``sim`` (ours).
+        backend: ``auto``, ``nki`` (a device), ``nki-sim`` (AWS's simulator) or ``sim`` (the
+            simulator of this package).
         buckets: the sizes that the kernel is compiled for; the call runs the smallest that holds
-            it, with the same bits in any. Default: powers of two.
+            it. The result does not depend on the bucket. Default: powers of two.
         packed_keys: whether a page of ``kv_cache[0]``, in FP8, is ``[block_size // 2, head_dim,
-            2]`` in the same bytes: two tokens interleaved, as AWS's kernels have it.
-        transposes: what transposes the probabilities of prompts, ``tensor`` (TensorE) or, in 16
-            bits, ``dma``; the bits are the same.
-        write_cache: also write ``k`` and ``v`` into ``kv_cache``, in place, each token at its
-            position in the blocks of ``block_table``, which has them, too: divided by ``k_scale``
-            and ``v_scale``, in FP8 limited to its largest number. Nothing waits for it, so that no
-            sequence may have in its context what another writes in the same call.
+            2]`` in the same bytes: two tokens interleaved, as in AWS's kernels.
+        transposes: the engine that transposes the probabilities of prompts: ``tensor`` (TensorE),
+            or ``dma`` with q in 16 bits. The result is the same.
+        write_cache: also write ``k`` and ``v`` into ``kv_cache``, in place, divided by ``k_scale``
+            and ``v_scale``, in FP8 limited to its largest number. ``block_table`` then also has the
+            blocks of the new tokens, and each token goes to its position in them. Nothing waits for
+            these writes, so no sequence may have in its context a token that another one writes in
+            the same call.
 
     Returns:
         ``out`` in q's shape and dtype, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
@@ -165,7 +167,7 @@ def name_halves(kv_cache: tuple[Any, ...]) -> tuple[tuple[str, Any], ...]:
 
 
 def join_halves(keys: Described, values: Described) -> Described:
-    """Return the cache that two parts make."""
+    """Return the cache that two parts, keys and values, form."""
     if keys != values:
         raise ValueError(
             "kv_cache[1] must have the shape and dtype of kv_cache[0], "
@@ -175,7 +177,7 @@ def join_halves(keys: Described, values: Described) -> Described:
 
 
 def check_placement(named: Any, backend: str) -> None:
-    """Check that all tensors are on q's device, and that it is to run the kernel."""
+    """Check that all tensors are on q's device, and that the backend runs there."""
     if backend not in ("auto", "nki"):
         raise ValueError(f"backend must be auto or nki for tensors of a device, got {backend!r}")
     q = named[0][1]

@@ -14,7 +14,7 @@ from .sim.arrays import Array, to_array
 def pack_keys(cache: Array) -> Array:
     """Return keys ``[..., block_size, head_dim]`` with two tokens interleaved, in the same shape.
 
-    As ``[..., block_size // 2, head_dim, 2]`` they are what AWS's kernels of FP8 caches take.
+    AWS's kernels of FP8 caches take them as ``[..., block_size // 2, head_dim, 2]``.
     """
     pairs = cache.reshape(*cache.shape[:-2], -1, 2, cache.shape[-1])
     result: Array = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(cache.shape)
@@ -22,7 +22,7 @@ def pack_keys(cache: Array) -> Array:
 
 
 def unpack_keys(cache: Array) -> Array:
-    """Return what ``pack_keys`` was given."""
+    """Undo ``pack_keys``."""
     pairs = cache.reshape(*cache.shape[:-2], -1, cache.shape[-1], 2)
     result: Array = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(cache.shape)
     return result
@@ -38,7 +38,7 @@ def reshape_and_cache(
         kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``; values are rounded to its dtype,
             and in FP8 limited to its largest number; NaN stays NaN.
         slot_mapping: for each token ``block * block_size + place in the block``, ``[tokens]``. A
-            negative slot is padding: nothing is written. Of tokens with one slot the last wins.
+            negative slot is padding: nothing is written. If tokens share a slot, the last one wins.
         packed_keys: whether ``kv_cache[0]`` has two tokens interleaved.
 
     Raises:
@@ -67,7 +67,7 @@ def reshape_and_cache(
         raise TypeError(f"slot_mapping must be of integers, got {slots.dtype.name}")
     block_size = cache.shape[3]
     room = cache.shape[1] * block_size
-    # before they are signed numbers: 2**64 - 1 is no padding
+    # before the conversion to signed numbers, in which 2**64 - 1 would be padding
     if tokens and slots.max() >= room:
         raise ValueError(f"slot_mapping must be below {room}, got {slots.max()}")
     slots = slots.astype(np.int64)
@@ -76,7 +76,7 @@ def reshape_and_cache(
     for half, x in zip(cache, (keys, values), strict=True):
         rounded = _round(x[kept], cache.dtype)
         if is_packed and x is keys:
-            # of a view, so that the cache itself is written
+            # a view, so that the cache itself is written
             pairs = half.view().reshape(*half.shape[:2], block_size // 2, head_dim, 2)
             if not np.shares_memory(pairs, half):
                 raise ValueError("kv_cache must be contiguous for packed_keys")

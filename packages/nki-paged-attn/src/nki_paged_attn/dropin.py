@@ -45,11 +45,11 @@ def flash_attn_varlen_nkifunc(
         kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``.
         block_table: the active blocks of all sequences, ``[active_blocks]``.
         attn_mask: nonzero where visible, ``[seq_q, active_blocks * block_size + seq_k]``; its
-            context as ``reorder_context_mask`` orders it. Of cached and of new tokens each, a row
-            must see one range.
+            context in the order of ``reorder_context_mask``. A row must see one range of the cached
+            tokens and one of the new tokens.
         n_kv_head, head_size: must agree with the tensors, if given.
-        LARGE_TILE_SZ: what the mask was reordered for.
-        mixed_precision: products of bf16 operands, as fp32 queries ask for; else of query's dtype.
+        LARGE_TILE_SZ: the size for which the mask was reordered.
+        mixed_precision: whether operands of products are bf16; else they have query's dtype.
 
     Returns:
         ``[1, heads, seq_q, head_dim]`` in query's dtype. A row that sees nothing gives 0.
@@ -164,7 +164,7 @@ class FlashPagedAttention:
         LARGE_TILE_SZ: int = 2048,
         return_debug_tensors: bool = False,
     ) -> Any:
-        """Compute ``flash_attn_varlen_nkifunc`` with a scale; 0.0 is one."""
+        """Compute ``flash_attn_varlen_nkifunc`` with a scale, which may be 0.0."""
         if return_debug_tensors:
             raise NotImplementedError("return_debug_tensors is not offered; use the simulator")
         return _attend(

@@ -1,4 +1,4 @@
-"""What a batch costs, from a run of the kernel that logs and does not compute."""
+"""The cost of a batch, from a run of the kernel that logs instructions without computing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trace_plan(
         plan: of ``build_plan``.
         dtype: of queries and of products.
         cache_dtype: of the cache; q's by default.
-        blocks: in the cache.
+        blocks: blocks in the cache.
         programs: cores of the logical core, 1 or 2.
     """
     check_head_dim(head_dim)
@@ -101,8 +101,8 @@ def estimate_cost(
 ) -> Cost:
     """Return engine cycles, DMA time and the bound of a batch on its form, without data.
 
-    Of each loop of the device two iterations are traced, of those inside of them, too, each for its
-    share: what grows evenly with the iteration is counted exactly.
+    Two iterations of each device loop are traced, also of inner loops; each stands for half of
+    them. Costs that grow linearly with the iteration are counted exactly.
     """
     trace = _trace(
         query_lens,
@@ -130,7 +130,7 @@ def count_instructions(
     target: str = "trn2",
     programs: int = 1,
 ) -> int:
-    """Return the instructions of a form: what is compiled, each loop's body once."""
+    """Return the instructions that are compiled for a form: each loop's body once."""
     if not isinstance(bucket, tuple) or len(bucket) != len(Bucket._fields):
         raise TypeError(f"bucket must be Bucket(batch, tokens, context), got {bucket!r}")
     trace = _trace(
@@ -144,7 +144,7 @@ def count_instructions(
         samples=0,
         transposes="tensor",
     )
-    # of two programs, those of the first
+    # of the first program, if there are two
     return sum(not i.program for i in trace.instructions)
 
 
@@ -168,9 +168,9 @@ def trace_form(
     """Log a batch on the form of its bucket, without data.
 
     Args:
-        buckets, transposes: as of ``paged_attention``.
-        samples: iterations of a loop that are traced, evenly spaced, each for its share. Default:
-            all.
+        buckets, transposes: as in ``paged_attention``.
+        samples: iterations of a loop that are traced, evenly spaced; each stands for its share.
+            Default: all.
     """
     return _trace(
         query_lens,
@@ -239,7 +239,7 @@ def _log(
     target: str,
     samples: int | None = None,
 ) -> Trace:
-    """Log a form on a batch; its tables are real, and of the tensors only shapes matter."""
+    """Log a form on a batch, with real tables; of the tensors only shapes matter."""
     tables, _ = form_tables(batch, form, options)
     kind, head_dim = NUMPY[options.dtype], form.head_dim
     rows = form.bucket.tokens * form.group * form.kv_heads

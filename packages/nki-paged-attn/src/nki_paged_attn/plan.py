@@ -1,4 +1,4 @@
-"""The host's plan of a batch: which rows each loop of a form runs."""
+"""The host's plan of a batch: the rows that each loop of a form runs."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ OLD = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernel is told of a batch.
+    """The kernel's input for a batch.
 
     Attributes:
-        batch: its sequences.
-        form: what is compiled.
-        tables: the rows that its loops run, and what these point at.
+        batch: the sequences.
+        form: the form that is compiled.
+        tables: the rows that its loops run, and the numbers to which they point.
     """
 
     batch: Packed
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def counts(self) -> dict[tuple[int, ...], int]:
-        """Rows of each loop that runs, for all KV heads, by what the kernel is told of it."""
+        """Rows of each loop that runs, for all KV heads, by the loop's constants in the kernel."""
         loops = self.form.loops
         bounds = self.tables.table[: 2 * self.form.programs * len(loops)]
         sizes = np.diff(bounds.reshape(self.form.programs, len(loops), 2)).sum(axis=(0, 2))
@@ -120,12 +120,12 @@ def build_plan(
 
     Args:
         query_lens: new tokens of each sequence, ``[batch]``; 0 is legal.
-        context_lens: tokens of each that the cache holds already, ``[batch]``.
+        context_lens: cached tokens of each sequence, ``[batch]``.
         block_table: block numbers, ``[batch, max_blocks]``; entries past a context are not read.
         block_size: tokens of a block.
         heads, kv_heads: of the queries, and of the cache; at most 128 query heads for a KV head.
         tokens: rows of the packed queries; those after the last sequence give 0. Default: the sum.
-        window: keys that a token sees at most, itself included. Default: all.
+        window: the most keys that a token sees, its own included. Default: all.
         joint: deprecated, and without effect: one softmax covers cached and new keys.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The definition, in NumPy and float64: one sequence and one head after the other."""
+"""The reference, in NumPy and float64, sequence by sequence and head by head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 def gather_cache(kv_cache: Any, blocks: Any, length: int) -> tuple[Floats, Floats]:
     """Return the first keys and values of a sequence, ``[length, kv_heads, head_dim]``."""
     pages = np.asarray(kv_cache)[:, np.asarray(blocks, np.int64)].astype(np.float64)
-    # [2, blocks, kv_heads, block_size, head_dim], tokens of a block one behind the other
+    # [2, tokens, kv_heads, head_dim]
     flat = pages.transpose(0, 1, 3, 2, 4).reshape(2, -1, pages.shape[2], pages.shape[4])
     return flat[0, :length], flat[1, :length]
 
@@ -53,7 +53,7 @@ def paged_attention_reference(
         out ``[tokens, heads, head_dim]`` and lse ``[heads, tokens]``.
 
     Raises:
-        TypeError, ValueError: as ``paged_attention``; any dtype of numbers is taken.
+        TypeError, ValueError: as ``paged_attention``, but any dtype of numbers is accepted.
     """
     queries, keys, values, cache = (
         to_array(n, x) for n, x in (("q", q), ("k", k), ("v", v), ("kv_cache", kv_cache))
@@ -99,7 +99,7 @@ def paged_attention_reference(
             p = np.exp(s - pivot)
             total = p.sum(axis=1) + np.exp(sink - pivot[:, 0])
             safe = np.where(total > 0, total, 1.0)
-            # a value that nobody sees may be NaN
+            # a value that no token sees may be NaN
             weights = np.where(seen, p, 0.0)
             is_seen = np.asarray(seen.any(axis=0))[:, None]
             clean = np.where(is_seen, all_v[:, shared], 0.0)

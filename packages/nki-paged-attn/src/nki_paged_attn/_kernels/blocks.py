@@ -1,10 +1,10 @@
 """Queries on the partitions, in a form: a block of tiles, and loops of the device over its keys.
 
 A block is up to 64 tiles of 128 rows of one sequence and KV head. A tile has all heads of a few
-tokens, or one head of 128: then one load brings the rows of several tiles, and one store takes
-them. A block's row of the table says which sections of keys all its tiles may see: wide ones of 128
-partitions of several tokens, and up to four chunks of 128 tokens. The diagonal is a few chunks
-more, of which each tile multiplies those that it reaches.
+tokens, or one head of 128 tokens. In the second case one load brings the rows of several tiles, and
+one store writes them. A block's row of the table lists the sections of keys that its tiles may see:
+wide sections (128 partitions of several tokens), and up to four chunks of 128 tokens. The diagonal
+is a few more chunks; each tile multiplies only those that it reaches.
 
     for a block:                                     a loop of the device
         m, l, o = sink or nothing
@@ -36,9 +36,9 @@ from .tiles import NEGATED, OUTPUT, TOTAL, exponentiate, find_maximum, score, tu
 # numbers of a section's row: places in the cache and among new tokens, first and end position,
 # scales
 SECTION = 5
-# of a block's row after its columns: loops over several wide sections, over one, and over chunks,
-# the diagonal, the sinks; of one tile, which may be one of two with different keys: its slot, and
-# where its results lie
+# numbers of a block's row after its columns: bounds of the loops over several wide sections, over
+# one, and over chunks; the diagonal; the sinks. In a block of one tile also the tile's slot, if its
+# keys are split, and the place of its results
 WIDE = 0
 CHUNKS = 3
 DIAGONAL = 5
@@ -46,11 +46,11 @@ SINKS = 6
 SLOT = 7
 RESULTS = 8
 FIELDS = 9
-# of a tile's state, after its output: where the maximum is between iterations
+# entry of a tile's state, after its output, that keeps the maximum between iterations
 KEPT = 4
 # chunks of the diagonal that are in flight together
 GROUP_OF_CHUNKS = 8
-# chunks of an iteration, each after the one before
+# chunks of an iteration
 CHUNKS_TOGETHER = 4
 
 
@@ -122,10 +122,10 @@ def score_chunks(state, keys):
 
 
 def sweep(works, block, outputs, options):
-    """Run tiles against keys, each a stage after the one before, and keep their state in place."""
+    """Run tiles against keys, pipelined by stages, and update their state in place."""
     count = len(works)
     for i in range(count + 4):
-        # a work ahead of the product that needs them
+        # transpose keys one work before the product that needs them
         if i == 0 and count > 0:
             turn_chunks(works[0], options)
         if i + 1 < count:
@@ -143,7 +143,7 @@ def sweep(works, block, outputs, options):
             state = work["state"]
             exponentiate(work, options)
             if work["is_last"]:
-                # a loop's body finds the maximum where the one before left it
+                # the next iteration reads the maximum here
                 nisa.tensor_copy(dst=state[KEPT], src=work["negated"], engine=nisa.engine.gpsimd)
                 state[NEGATED] = state[KEPT]
         if i >= 3 and i - 3 < count:
@@ -153,30 +153,30 @@ def sweep(works, block, outputs, options):
             weigh(work)
             if work["finishes"]:
                 finish_column(block, work["column"], outputs, options)
-            # what is done needs no more room
+            # free the tiles of finished work
             work = 0
             works[i - 4] = 0
 
 
 def finish_column(block, column, outputs, options):
-    """Store the tiles of a column, which no more keys are for."""
+    """Store the tiles of a column after their last keys."""
     shared = block["shared"]
     states = block["states"][column * shared : (column + 1) * shared]
     index = block["row"][:, column : column + 1]
     if len(block["states"]) == 1:
-        # it may be one of two, whose results are merged
+        # if the keys of this tile are split, its result goes to a slot to be merged
         at = 3 + RESULTS
         index = block["row"][:, at : at + 1]
     store_tiles(outputs, options, index, states)
 
 
 def start_works(inputs, options, block, section):
-    """Return what each tile is told of a section whose row is given."""
+    """Return each tile's work on a section, given the section's row."""
     states = block["states"]
     limits = block["limits"]
     columns = len(states) // block["shared"]
     extent = to_float(section, 2, 4)
-    # positions are counted from the section's first, which only the device knows
+    # positions are relative to the section's first, which only the device knows
     low = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=low, data=limits[:, :columns], op0=nl.subtract, operand0=extent[:, 0:1])
     high = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
@@ -256,8 +256,8 @@ def run_chunks(inputs, outputs, options, block, at):
 def load_chunks(inputs, options, at, chunks, sources):
     """Load chunks whose rows begin at ``at``.
 
-    Returns their rows, the keys [128, chunks, head_dim], tiles for these once they are turned, and
-    the values.
+    Returns their rows, the keys [128, chunks, head_dim], tiles for the transposed keys, and the
+    values.
     """
     sections = nl.ndarray((P, chunks * SECTION), dtype=nl.int32, buffer=nl.sbuf)
     nisa.dma_copy(
@@ -280,7 +280,7 @@ def load_chunks(inputs, options, at, chunks, sources):
 
 
 def turn_chunks(work, options):
-    """Turn the chunks of keys that a work is the first to need."""
+    """Transpose the chunks of keys that no earlier work has needed."""
     for raw, keys, chunk in work["turns"]:
         start = 0
         for own in keys:
@@ -294,7 +294,7 @@ def turn_chunks(work, options):
 def run_diagonal(inputs, outputs, options, block, columns, per_column):
     """Run each tile of a block against the chunks of the diagonal that it reaches.
 
-    A column of tiles has ``per_column`` tokens, and reaches the chunk in which the last may lie.
+    A column of tiles has ``per_column`` tokens, and reaches the chunk that may hold its last token.
     """
     chunks = (P - 1 + columns * per_column + P - 1) // P
     sources = (0,)
@@ -322,7 +322,7 @@ def run_diagonal(inputs, outputs, options, block, columns, per_column):
                 work["by_chunk"] = 1
                 works.append(work)
     for number in range(len(works)):
-        # a tile has another work after, and a column is done with the last of its tiles
+        # last work of a tile, and of a column of tiles
         work = works[number]
         work["finishes"] = 1
         for later in works[number + 1 :]:
@@ -375,7 +375,7 @@ def run_block(at, spec, inputs, outputs, options):
 
 
 def store_tile_slot(outputs, slot, state):
-    """Store what a tile that has a slot found: its negated maxima and sums, and its output."""
+    """Store a tile's negated maxima, sums and output in its slot."""
     head_dim = state[OUTPUT].shape[1]
     statistics = nl.ndarray((P, 2), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=statistics[:, 0:1], src=state[NEGATED], engine=nisa.engine.gpsimd)
@@ -394,7 +394,7 @@ def store_tile_slot(outputs, slot, state):
 
 
 def merge_tiles(at, count, inputs, outputs, options):
-    """Merge what tiles of the same rows found with different keys, in their order."""
+    """Merge the results of tiles with the same rows and different keys, in order."""
     head_dim = inputs["q"].shape[1]
     row = load_row(inputs["tables"], at, count + 1, 0)
     kept = outputs["tiles"]

@@ -28,7 +28,7 @@ def cut_head_dim(head_dim):
 
 
 def turn_queries(raw, dtype):
-    """Return the rows of a tile as [head_dim, rows], the stationary operand: a tile of a piece."""
+    """Return a tile's rows transposed, [head_dim, rows]: a stationary operand for each piece."""
     rows = raw.shape[0]
     result = []
     for start, end in cut_head_dim(raw.shape[1]):
@@ -41,7 +41,7 @@ def turn_queries(raw, dtype):
 
 
 def turn_keys(keys, dtype):
-    """Return the keys of a section as [head_dim, tokens, 128], a tile of each piece of a head.
+    """Return a section's keys as [head_dim, tokens, 128], in a tile for each piece of a head.
 
     Column ``t, p`` is token ``p * tokens + t``.
     """

@@ -1,4 +1,4 @@
-"""The kernel of a form: what a bucket's shapes fix is compiled, lengths and tables are data."""
+"""The kernel of a form: the bucket's shapes are compiled in, lengths and tables are data."""
 
 import nki
 import nki.isa as nisa
@@ -18,18 +18,18 @@ PARTS = 1
 MERGES = 2
 TILES = 3
 WRITES = 4
-# slots of a tile's rows: what is no number of tokens
+# key of the tiles' slots; other slots are keyed by a number of tokens
 OF_TILES = 0
-# of a part
+# rows of a part
 MOST_ROWS = 64
 
 
 def run_loop(loop, lower, upper, inputs, outputs, options):
     """Run a loop of the device over rows of the table, from element ``lower`` to ``upper``.
 
-    ``loop`` is (blocks, tiles, how many share tokens, sections at once), (parts, chunks, tokens,
-    whether last, how many at once), (merges, parts, tokens, how many at once), (tiles, how many are
-    one) or (writes,).
+    ``loop`` is (BLOCKS, tiles, tiles that share tokens, sections at once), (PARTS, chunks, tokens,
+    whether last, parts at once), (MERGES, parts, tokens, merges at once), (TILES, tiles per merge)
+    or (WRITES,).
     """
     if loop[0] == BLOCKS:
         spec = (loop[1], loop[2], loop[3])
@@ -68,7 +68,7 @@ def run_loop(loop, lower, upper, inputs, outputs, options):
 
 
 def meet(outputs):
-    """Wait for the other program of a logical core, whose slots are merged here, too."""
+    """Wait for the other program of a logical core: this one also merges its slots."""
     if nl.num_programs(0) > 1:
         for kept in outputs["kept"]:
             nisa.core_barrier(data=kept, cores=(0, 1))
@@ -84,7 +84,7 @@ def find_diagonal(rows):
 
 
 def count_keys(chunks, tokens):
-    """Return the place of each key in its part, [128, chunks]: sections of so many tokens."""
+    """Return the place of each key in its part, [128, chunks], in sections of ``tokens`` tokens."""
     result = nl.ndarray((P, chunks), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(
         dst=result,
@@ -121,7 +121,7 @@ def paged_attention_form(
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, over a paged cache and the new tokens' keys.
 
-    Dimensions: tokens and heads of q in one, kv_heads, new = tokens padded to 8, head_dim to 256.
+    Dimensions: tokens * heads of q, kv_heads, new = tokens padded to 8, head_dim up to 256.
 
     Args:
         q: ``[tokens * heads, head_dim]``; head ``h`` reads KV head ``h // group``.
@@ -130,25 +130,24 @@ def paged_attention_form(
             be ``[blocks, kv_heads, block_size // 2, head_dim, 2]``.
         tables: int32 ``[size]``: first and end element of each loop, for each program, and rows.
         numbers: fp32 ``[size]``: sinks of each KV head's rows, and factors.
-        loops: what each loop runs; compiled in, as all that follows.
-        slots: places for what parts found, for each number of tokens that parts have, and with 0
-            those of tiles.
+        loops: what each loop runs; this and all later arguments are compiled in.
+        slots: number of places for results: of parts, by their number of tokens; key 0: of tiles.
         group: query heads of a KV head.
         wide: tokens of a partition of a wide section.
         scaling: factor before the cap, factor of the exponential, and that with the other sign.
-        is_scaled: whether these are data, because the cache has scales.
+        is_scaled: whether ``scaling`` is data instead, because the cache has scales.
         softcap: 0.0 for none.
-        no_maximum: what the negated maximum of a row without a key is.
-        has_new: whether new tokens' keys are among the new ones; else they are in the cache.
+        no_maximum: negated maximum of a row without a key.
+        has_new: whether ``k_new`` has the new tokens' keys; else they are in the cache.
         turns_by_dma: whether DMA, and not TensorE, turns the probabilities of blocks.
         is_packed: whether two tokens of the cached keys are interleaved.
-        largest: number of the cache's dtype that new keys and values are limited to; 0.0 for none.
+        largest: limit of new keys and values that are written, in an FP8 cache; 0.0 for none.
         dtype: of the operands of products.
 
     Returns:
         out ``[tokens * heads, head_dim]`` in q's dtype, and lse ``[tokens * heads, 1]`` in fp32, or
-        ``[1, 1]`` unless ``has_lse``. Rows of no sequence are not written. With a loop of writes
-        the caches, too.
+        ``[1, 1]`` without ``has_lse``. Rows of no sequence are not written. With a loop of writes,
+        also the caches.
     """
     out = nl.ndarray(q.shape, dtype=q.dtype, buffer=nl.shared_hbm)
     lse_shape = (1, 1)
@@ -192,7 +191,7 @@ def paged_attention_form(
         rows = own[0] * group
         if own[0] == OF_TILES:
             rows = P
-        # a program merges what either found
+        # shared: a program merges results of both programs
         statistics = nl.ndarray((own[1], 2 * rows), dtype=nl.float32, buffer=nl.shared_hbm)
         found = nl.ndarray((own[1], head_dim * rows), dtype=nl.float32, buffer=nl.shared_hbm)
         kept.append(statistics)

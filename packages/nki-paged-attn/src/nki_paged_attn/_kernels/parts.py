@@ -1,8 +1,8 @@
 """Keys on the partitions, in a form: a part of the keys of a sequence with few rows.
 
-A part is up to 32 chunks of 128 keys. A sequence's parts follow from its length alone. The last one
-begins with the sink, has the keys that fill no partition and the new tokens in a chunk of its own,
-and masks. What several parts found is merged:
+A part is up to 32 chunks of 128 keys. A sequence's parts follow from its length alone. The last
+part begins with the sink, applies masks, and has one more chunk: the new tokens, and the keys that
+fill no partition. The results of several parts are merged:
 
     M = max of m;  w = exp(m - M);  out = sum of w o / sum of w l
 """
@@ -42,12 +42,12 @@ SLOT = 4
 SINKS = 5
 SCALES = 6
 FIELDS = 7
-# further ones of a last part, before the bounds of its tokens: first and end position of what its
-# sections hold, and the position of the key of each partition in the chunk after them
+# further numbers of a last part, before the bounds of its tokens: first and end position of its
+# sections, and each partition's position in the chunk after them
 EXTENT = 0
 POSITION = 2
 LAST_FIELDS = 3
-# parts of a sequence that a merge has in SBUF at once: a power of two
+# parts of a sequence that a merge keeps in SBUF at once: a power of two
 MOST_LOADED = 64
 
 
@@ -68,13 +68,13 @@ def row_width(spec, wide):
 def gather(pool, index, tokens, is_whole, dtype):
     """Load 128 partitions of consecutive tokens, [128, tokens, head_dim].
 
-    Partitions that are nowhere become 0, unless ``is_whole`` promises that there are none.
+    Partitions without a token become 0; ``is_whole`` promises that there are none.
     """
     width = pool.shape[1]
     raw = nl.ndarray((P, tokens, width // tokens), dtype=dtype, buffer=nl.sbuf)
     mode = nisa.oob_mode.error
     if not is_whole:
-        # GpSimd writes the descriptors of gathers
+        # on VectorE, because GpSimd writes the descriptors of gathers
         nisa.memset(dst=raw, value=0.0, engine=nisa.engine.vector)
         mode = nisa.oob_mode.skip
     nisa.dma_copy(
@@ -103,7 +103,7 @@ def load_part(row, spec, inputs, options):
     values = []
     for number in range(sections):
         index = row[:, number : number + 1]
-        # a last part has more keys than half of its sections hold, or it would be a smaller one
+        # the first half of a last part's sections is full; otherwise the part would be smaller
         is_whole = not (is_last and (sections == 1 or number >= sections // 2))
         if options["is_packed"]:
             own = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
@@ -130,7 +130,7 @@ def load_part(row, spec, inputs, options):
 
 
 def begin_part(part, inputs, options):
-    """Turn the queries of a part, and begin its maximum, sums and output."""
+    """Transpose the queries of a part, and begin its maximum, sums and output."""
     spec = part["spec"]
     rows = spec[1] * options["group"]
     head_dim = inputs["q"].shape[1]
@@ -150,7 +150,7 @@ def begin_part(part, inputs, options):
             ),
         )
         nisa.tensor_scalar(dst=negated, data=spread, op0=nl.multiply, operand0=-1.0)
-        # 128 equal parts would add up with more rounding
+        # on one partition: the sum of 128 equal shares would be rounded more often
         nisa.memset(dst=total[0:1, :], value=1.0, engine=nisa.engine.vector)
     else:
         nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.vector)
@@ -164,7 +164,7 @@ def begin_part(part, inputs, options):
         found = to_float(part["row"], first, first + LAST_FIELDS + 2 * tokens)
         part["position"] = found[:, POSITION : POSITION + 1]
         part["limits"] = found[:, LAST_FIELDS:]
-        # of sections, whose positions are counted from their first
+        # bounds relative to the sections' first position
         start = found[:, EXTENT : EXTENT + 1]
         relative = nl.ndarray((P, 2 * tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
@@ -178,7 +178,7 @@ def begin_part(part, inputs, options):
         part["relative"] = relative
         if options["is_scaled"]:
             column = part["first"] + SCALES
-            # after the factors of the cache: ratios of new keys and values to it
+            # ratios of new to cached keys and values; they follow the factors of the cache
             part["ratios"] = nl.ndarray((P, 2), dtype=nl.float32, buffer=nl.sbuf)
             nisa.dma_copy(
                 dst=part["ratios"],
@@ -192,7 +192,7 @@ def begin_part(part, inputs, options):
 
 
 def cut_rounds(part, options):
-    """Return the first and end section of each softmax: as many as a bank of scores holds."""
+    """Return the first and end section of each softmax; its scores fill at most a bank."""
     rows = part["spec"][1] * options["group"]
     room = BANK // rows
     rounds = []
@@ -211,7 +211,7 @@ def cut_rounds(part, options):
 
 
 def score_part(work, options):
-    """Turn the keys of a round, and write its raw products [128, chunks, rows]."""
+    """Transpose the keys of a round, and write its raw products [128, chunks, rows]."""
     part = work["part"]
     rows = part["state"][5]
     chunks = 0
@@ -222,7 +222,7 @@ def score_part(work, options):
     waiting = []
     at = 0
     for number in range(work["start"], work["end"]):
-        # the next section's keys are turned while these are copied out of PSUM
+        # transpose these keys while the section before is copied out of PSUM
         turned = turn_keys(part["keys"][number], options["dtype"])
         if at > 0:
             multiply_keys(scores, waiting, part["state"])
@@ -241,7 +241,7 @@ def score_part(work, options):
 
 
 def mask_part(scores, positions, limits, group):
-    """Put FP32_MIN for what a row does not see, in place; of a token, all heads see the same."""
+    """Put FP32_MIN where a row does not see a key, in place; a token's heads see the same keys."""
     chunks = scores.shape[1]
     tokens = limits.shape[1] // 2
     spread = positions.expand_dim(2).broadcast(2, tokens)
@@ -292,12 +292,12 @@ def find_part_maximum(work, options):
 
 
 def scale_new_values(work, options):
-    """Let the probabilities of the chunk with new tokens make up for the scale of cached values."""
+    """Multiply the probabilities of new tokens by the ratio of new to cached values' scales."""
     part = work["part"]
     if not (options["is_scaled"] and part["spec"][2] and work["end"] == len(part["keys"])):
         return
     last = work["chunks"] - 1
-    # the sum is of probabilities, so that the exact ones stay
+    # in a copy: the sum needs the probabilities without the ratio
     result = nl.ndarray(work["exact"].shape, dtype=options["dtype"], buffer=nl.sbuf)
     if last > 0:
         nisa.tensor_copy(
@@ -315,7 +315,7 @@ def scale_new_values(work, options):
 
 
 def finish_part(part, inputs, outputs, options):
-    """Store the result of a part that is all of its sequence, or what it adds to others."""
+    """Store a part's result: the output if it is the only part, else its share in a slot."""
     state = part["state"]
     rows = state[5]
     row = part["row"]
@@ -335,7 +335,7 @@ def finish_part(part, inputs, outputs, options):
 
 
 def store_slot(outputs, tokens, slot, statistics, output):
-    """Store the statistics [1, 2 rows] and output [head_dim, rows] of a part that has a slot."""
+    """Store a part's statistics [1, 2 rows] and output [head_dim, rows] in its slot."""
     rows = output[0].shape[1]
     parts = outputs["parts"][str(tokens)]
     nisa.dma_copy(
@@ -360,7 +360,7 @@ def store_slot(outputs, tokens, slot, statistics, output):
 
 
 def clear_slot(inputs, outputs, options, tokens):
-    """Fill a slot that stands for parts which a sequence does not have: 0, and 1 by program 1."""
+    """Fill the slot that stands for missing parts: slot 0, or slot 1 in program 1."""
     rows = tokens * options["group"]
     head_dim = inputs["q"].shape[1]
     statistics = nl.ndarray((1, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
@@ -379,9 +379,9 @@ def clear_slot(inputs, outputs, options, tokens):
 def run_parts(at, count, spec, inputs, outputs, options):
     """Run parts whose rows begin at element ``at``.
 
-    All loads come first, and then each softmax a stage after the one before.
+    All loads come first; then the softmaxes run, pipelined by stages.
     """
-    # rows first, because what they point at waits for them
+    # rows first: the loads that they point at wait for them
     width = row_width(spec, options["wide"])
     loaded = []
     for number in range(count):
@@ -415,12 +415,12 @@ def run_parts(at, count, spec, inputs, outputs, options):
         if i >= 4:
             if works[i - 4]["is_last"]:
                 finish_part(works[i - 4]["part"], inputs, outputs, options)
-            # what is done needs no more room
+            # free the tiles of finished work
             works[i - 4] = 0
 
 
 def merge_parts(at, spec, inputs, outputs, options):
-    """Merge the parts of some sequences, in their order; slot 0 for those that one does not have.
+    """Merge the parts of some sequences, in order; missing parts have slot 0.
 
     ``spec`` is (parts, tokens, sequences). All loads come first, unless there are too many parts.
     """
@@ -436,7 +436,7 @@ def merge_parts(at, spec, inputs, outputs, options):
     else:
         for row in waiting:
             works.append(load_slots(row, 0, count, tokens, inputs, outputs, options))
-        # stage by stage, because engines take instructions in their order
+        # stage by stage, because engines run instructions in program order
         for work in works:
             find_largest(work)
         for work in works:
@@ -526,7 +526,7 @@ def find_largest(work):
 
 
 def weigh_slots(work):
-    """Find what each part of a sequence is multiplied by."""
+    """Find the weight of each part of a sequence."""
     negated = work["negated"]
     rows = negated.shape[1]
     weights = []

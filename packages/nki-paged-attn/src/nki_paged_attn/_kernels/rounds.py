@@ -17,7 +17,7 @@ import nki.language as nl
 
 from .common import P, cut_head_dim
 
-# VectorE turns squares of so many
+# VectorE transposes squares of this side
 SIDE = 32
 NEGATED = 1
 TOTAL = 2
@@ -50,15 +50,15 @@ def multiply_keys(scores, part, state):
 def keep_maximum(work, options):
     """Keep the maximum of each row of the scores on the diagonal of a tile.
 
-    The rest of the tile is 0 by selection: a product with 0 would spread NaN and infinities of a
-    row to the others.
+    The rest of the tile is set to 0: a product with 0 would spread NaN and infinities of a row to
+    the others.
     """
     rows = work["state"][5]
     by_partition = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(
         dst=by_partition, op=nl.maximum, data=work["scores"].permute((0, 2, 1)), axis=2
     )
-    # in fp32 TensorE would take twice as long for it as VectorE does
+    # on VectorE: in fp32 TensorE would take twice as long
     turned = nl.ndarray((rows, P), dtype=nl.float32, buffer=nl.sbuf)
     for row in range(0, rows, SIDE):
         end = min(row + SIDE, rows)
@@ -72,7 +72,7 @@ def keep_maximum(work, options):
     nisa.tensor_reduce(dst=top, op=nl.maximum, data=turned, axis=1)
     diagonal = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.sbuf)
     work["diagonal"] = diagonal
-    # not by affine_select: GpSimd writes the descriptors of gathers
+    # not by affine_select, which runs on GpSimd: GpSimd writes the descriptors of gathers
     nisa.memset(dst=diagonal, value=0.0, engine=nisa.engine.vector)
     nisa.tensor_copy_predicated(
         dst=diagonal,
@@ -114,7 +114,7 @@ def exponentiate(work, options):
     exact = nl.ndarray((P, chunks, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=exact, op=nl.exp, data=shifted)
     nisa.activation(dst=correction, op=nl.exp, data=correction)
-    # the sum is of what was not rounded yet
+    # the sum is of probabilities before they are rounded
     probabilities = exact
     if options["dtype"] != nl.float32:
         probabilities = nl.ndarray((P, chunks, rows), dtype=options["dtype"], buffer=nl.sbuf)
@@ -127,7 +127,7 @@ def exponentiate(work, options):
 
 
 def weigh(work):
-    """Add a round to the sums of the partitions and to the output."""
+    """Add a round to the partitions' sums and to the output."""
     state = work["state"]
     probabilities = work["probabilities"]
     correction = work["correction"]

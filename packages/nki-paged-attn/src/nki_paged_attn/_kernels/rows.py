@@ -1,4 +1,4 @@
-"""What the loops of a form share: rows of its table, gathers that leave out what is not there."""
+"""What the loops of a form share: rows of its table, and gathers that skip missing rows."""
 
 import nki.isa as nisa
 import nki.language as nl
@@ -36,14 +36,14 @@ def to_float(row, first, end):
 
 
 def load_register(row, column):
-    """Return a number that all partitions of a row hold in a register."""
+    """Return a register with a number that all partitions of a row hold."""
     result = nisa.register_alloc()
     nisa.register_load(result, row[0:1, column : column + 1])
     return result
 
 
 def as_rows(tensor, width):
-    """Return a tensor of HBM as rows of so many elements."""
+    """Return a tensor of HBM as rows of ``width`` elements."""
     size = 1
     for length in tensor.shape:
         size = size * length
@@ -51,7 +51,7 @@ def as_rows(tensor, width):
 
 
 def fill(dst, pool, index):
-    """Gather rows of a pool into [128, width]; those that are not there stay as they are."""
+    """Gather rows of a pool into [128, width]; partitions without a row keep their contents."""
     width = dst.shape[1]
     nisa.dma_copy(
         dst=dst,
@@ -63,7 +63,7 @@ def fill(dst, pool, index):
 def gather_packed(dst, cache, index):
     """Gather keys of which two tokens are interleaved into [128, tokens, head_dim].
 
-    A page is ``[block_size // 2, head_dim, 2]``. Partitions that are not there become 0.
+    A page is ``[block_size // 2, head_dim, 2]``. Partitions without tokens become 0.
     """
     tokens = dst.shape[1]
     head_dim = dst.shape[2]
@@ -78,7 +78,7 @@ def gather_packed(dst, cache, index):
             engine=nisa.engine.vector,
         )
         return
-    # a row of the cache is a token; its pair has half of the number, and the lowest bit says which
+    # of a token's row number, the lowest bit is its place in the pair, the rest the pair's number
     place = nl.ndarray((P, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=place, data=index, op0=nl.right_shift, operand0=1)
     is_second = nl.ndarray((P, 1), dtype=nl.int32, buffer=nl.sbuf)
@@ -99,9 +99,9 @@ def gather_packed(dst, cache, index):
 def gather_keys(inputs, options, row, tiles, is_whole, sources=(0, 1)):
     """Load keys and values of 128 partitions into two tiles, [128, tokens, head_dim] each.
 
-    Columns 0 and 1 of ``row`` say where partitions lie in the cache and among the new tokens; what
-    is in neither becomes 0, unless ``is_whole`` promises that each is in one. ``sources`` has the
-    columns that may say something.
+    Columns 0 and 1 of ``row`` are the places of partitions in the cache and among the new tokens.
+    A partition that is in neither becomes 0; ``is_whole`` promises that there is none. ``sources``
+    lists the columns that may be used.
     """
     cache = (inputs["k_cache"], inputs["v_cache"])
     new = (inputs["k_new"], inputs["v_new"])
@@ -129,7 +129,7 @@ def make_keys(inputs, options, tokens):
 
 
 def gather_rows(q, index, rows, dtype):
-    """Load rows of the queries, [rows, head_dim], 0 for those that are not there."""
+    """Load rows of the queries, [rows, head_dim]; rows without a place become 0."""
     width = q.shape[1]
     raw = nl.ndarray((rows, width), dtype=dtype, buffer=nl.sbuf)
     nisa.memset(dst=raw, value=0.0, engine=nisa.engine.gpsimd)
@@ -142,7 +142,7 @@ def gather_rows(q, index, rows, dtype):
 
 
 def scatter_rows(target, index, values):
-    """Store [rows, width] at the rows' places; those without a place are left out."""
+    """Store [rows, width] at the rows' places; rows without a place are skipped."""
     rows = values.shape[0]
     width = values.shape[1]
     nisa.dma_copy(
@@ -153,9 +153,9 @@ def scatter_rows(target, index, values):
 
 
 def find_scaling(inputs, options, row, column):
-    """Return the factors of the scores, as ``find_maximum`` takes them, and that of the values.
+    """Return the factors of the scores, as ``find_maximum`` takes them, and the values' factor.
 
-    Numbers that are compiled in, unless scales of the cache make them data.
+    They are compiled in; if the cache has scales they are data.
     """
     if options["is_scaled"]:
         found = load_numbers(inputs["numbers"], row[0:1, column : column + 1], 4)
@@ -166,7 +166,7 @@ def find_scaling(inputs, options, row, column):
 def store_tiles(outputs, options, index, states):
     """Divide the outputs of tiles by their sums, and store; rows without a key give 0.
 
-    The tiles hold rows of the same tokens: a row of ``index`` is those of all of them.
+    The tiles hold rows of the same tokens, so they share the rows of ``index``.
     """
     rows, head_dim = states[0][3].shape
     count = len(states)
@@ -201,7 +201,7 @@ def turn_output(output, inverse, target):
     start = 0
     for own in output:
         size = own.shape[0]
-        # rounded before it is turned, which takes a quarter of the time in 16 bits
+        # round before the transpose: in 16 bits it takes a quarter of the time
         divided = nl.ndarray((size, rows), dtype=dtype, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=divided, data1=own, data2=inverse[:size, :], op=nl.multiply)
         nisa.nc_transpose(
@@ -214,7 +214,7 @@ def turn_output(output, inverse, target):
 
 
 def store_columns(outputs, options, index, total, negated, output):
-    """Divide pieces [head_dim, rows] by the rows' sums, turn, and store.
+    """Divide pieces [head_dim, rows] by the rows' sums, transpose them, and store.
 
     ``total`` and ``negated`` hold the sums and negated maxima on every partition.
     """

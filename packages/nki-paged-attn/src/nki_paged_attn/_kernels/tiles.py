@@ -5,10 +5,10 @@ Pseudocode, for a tile and a section, each line a stage:
     s = q @ k.T                                   TensorE
     m' = max(m, factor * rowmax(s in range))      VectorE
     p = exp(factor * s - m');  l = l * exp(m - m') + rowsum(p)        ScalarE, VectorE
-    o = o * exp(m - m') + p @ v                   TensorE turns p first; VectorE
+    o = o * exp(m - m') + p @ v                   TensorE transposes p first; VectorE
 
-Dimensions: rows 128, keys up to 1024 = 128 partitions x tokens, head_dim up to 256, of which pieces
-of 128 are contracted one after the other.
+Dimensions: rows 128, keys up to 1024 = 128 partitions x tokens, head_dim up to 256, contracted in
+pieces of 128.
 """
 
 import nki.isa as nisa
@@ -16,7 +16,7 @@ import nki.language as nl
 
 from .common import BANK, FP32_MIN, P, copy_to
 
-# the maximum is kept with the other sign: it is a bias of the exponential
+# the maximum is kept negated, as the bias of the exponential
 NEGATED = 1
 TOTAL = 2
 OUTPUT = 3
@@ -42,7 +42,7 @@ def score(state, keys):
 
 
 def mask(work, top):
-    """Return scores with FP32_MIN for what a row does not see, and the rows' maxima in ``top``."""
+    """Return scores, FP32_MIN where a row sees no key, and write the rows' maxima to ``top``."""
     scores = work["scores"]
     rows = scores.shape[0]
     width = scores.shape[1]
@@ -68,8 +68,8 @@ def mask(work, top):
 def find_maximum(work, options):
     """Mask the scores of a tile, and lower its negated maximum.
 
-    ``work["scaling"]`` is a number or a tile for each of: the factor before the cap, the factor of
-    the exponential, and that with the other sign.
+    ``work["scaling"]`` has a number or a tile for each of: the factor before the cap, the factor of
+    the exponential, and the latter negated.
     """
     state = work["state"]
     scores = work["scores"]
@@ -96,13 +96,13 @@ def find_maximum(work, options):
 
 
 def exponentiate(work, options):
-    """Turn scores into probabilities, their sums, and what the tile's output is multiplied by."""
+    """Compute probabilities, their sums, and the correction factor of the tile's output."""
     scores = work["scores"]
     rows = scores.shape[0]
     probabilities = nl.ndarray(scores.shape, dtype=options["dtype"], buffer=nl.sbuf)
     written = probabilities
     if options["turns_by_dma"] and not work["by_chunk"]:
-        # DMA turns what is contiguous: all of the first token of partitions first
+        # DMA transposes contiguous tiles: first those of each partition's first token
         tokens = work["values"].shape[1]
         reach = scores.shape[1] // tokens
         written = probabilities.reshape_dim(1, (tokens, reach)).permute((0, 2, 1))
@@ -126,9 +126,9 @@ def exponentiate(work, options):
 
 
 def turn(work, options):
-    """Turn the probabilities: those of token t of each partition, as the values lie.
+    """Transpose the probabilities of token t of each partition, in the layout of the values.
 
-    They lie in the order of positions, or ``by_chunk``: all of the first token of partitions first.
+    They lie in the order of positions; ``by_chunk``: first those of each partition's first token.
     """
     probabilities = work["probabilities"]
     rows = probabilities.shape[0]
@@ -142,7 +142,7 @@ def turn(work, options):
         work["probabilities"] = 0
         work["weights"] = weights
         return
-    # each transpose within a bank, and from a multiple of 4 bytes on
+    # a transpose stays within a bank and begins at a multiple of 4 bytes
     width = 2
     while width < rows:
         width = 2 * width
@@ -160,7 +160,7 @@ def turn(work, options):
                 dst=turned[:, t, :rows], data=parts[:, :, t], engine=nisa.engine.tensor
             )
     weights = nl.ndarray((reach, tokens, rows), dtype=options["dtype"], buffer=nl.sbuf)
-    # ScalarE has a little less to do than VectorE
+    # ScalarE, the less busy engine, copies the larger share
     share = tokens - tokens // 8
     copy_to(weights[:, :share, :], turned[:, :share, :rows], True)
     if share < tokens:
@@ -189,7 +189,7 @@ def weigh(work):
         scaled = nl.ndarray((rows, head_dim), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=scaled, data=product, op0=nl.multiply, operand0=work["v_scale"])
         product = scaled
-    # in place: a loop of the device traces its body once, and finds them where they were before
+    # in place: the body of a device loop is traced once, and reads and writes the same tiles
     nisa.scalar_tensor_tensor(
         dst=state[TOTAL],
         data=state[TOTAL],

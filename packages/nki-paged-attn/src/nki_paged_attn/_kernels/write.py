@@ -1,6 +1,6 @@
 """Writing new keys and values into the cache, in a form: 128 tokens of one KV head at a time.
 
-What is written here no sequence of the call reads, so that nothing waits for it.
+No sequence of the call reads what is written here, so nothing waits for it.
 """
 
 import nki.isa as nisa
@@ -9,7 +9,7 @@ import nki.language as nl
 from .common import P
 from .rows import as_rows, fill, load_numbers, load_row, scatter_rows
 
-# numbers of a row: places among the new tokens and in the cache, and of what they are divided by
+# numbers of a row: places among the new tokens, in the cache, and of the divisors
 SOURCE = 0
 TARGET = 1
 INVERSE = 2
@@ -17,7 +17,7 @@ FIELDS = 3
 
 
 def write_new(at, inputs, options):
-    """Write the tokens of a row; those that are nowhere are left out."""
+    """Write the tokens of a row; partitions without a token are skipped."""
     row = load_row(inputs["tables"], at, FIELDS, 0)
     new = (inputs["k_new"], inputs["v_new"])
     cache = (inputs["k_cache"], inputs["v_cache"])

@@ -24,7 +24,7 @@ INSTALL = (
 
 
 def has_module(name: str) -> bool:
-    """Say whether a module can be imported, without importing it; the simulator is no nki."""
+    """Return whether a module can be imported, without importing it; the simulator is not nki."""
     if name in sys.modules:
         found = sys.modules[name]
         return found is not None and not getattr(found, "is_simulator", False)
@@ -34,9 +34,9 @@ def has_module(name: str) -> bool:
 def choose_backend(backend: str = "auto") -> str:
     """Return ``nki``, ``nki-sim`` or ``sim``.
 
-    ``auto`` takes what ``NKI_PAGED_ATTN_BACKEND`` says; else a device if nki and a device are
-    there; else AWS's simulator if nki is; else our own. An environment with neuronx-cc's old
-    namespace and without nki raises: nobody runs on something else unawares.
+    ``auto`` takes the value of ``NKI_PAGED_ATTN_BACKEND``; else a device, if nki and a device are
+    there; else AWS's simulator, if nki is; else the simulator of this package. An environment with
+    neuronx-cc's old namespace and without nki raises, so that no call falls back unnoticed.
     """
     chosen = os.environ.get(VARIABLE, "auto") if backend == "auto" else backend
     if chosen not in BACKENDS:
@@ -81,7 +81,7 @@ FILE, ENTRY = "form", "paged_attention_form"
 
 @lru_cache(maxsize=1)
 def simulated_kernel() -> Any:
-    """Return the kernel with our simulator as its ``nki``."""
+    """Return the kernel with the simulator of this package as its ``nki``."""
     return getattr(Loader(Path(__file__).parent.parent / "_kernels").load(FILE), ENTRY)
 
 

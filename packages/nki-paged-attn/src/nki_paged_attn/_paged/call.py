@@ -8,10 +8,10 @@ from ..sim.arrays import Array
 from .checks import FP32_MAX
 from .sequences import Packed, pack_lengths
 
-# factors below this are multiplied into the queries, because masked scores are finite numbers, too
+# smaller factors are multiplied into the queries, because masked scores are finite numbers, too
 SMALLEST_FACTOR = 2.0**-40
-# how far apart the scales of heads may be where queries in fp16 are multiplied by so little that
-# they are rounded: with keys up to 448, scores of the largest scale are off by about 2**-11
+# largest ratio of heads' scales if fp16 queries are multiplied by a factor so small that it rounds
+# them: with keys up to 448, scores of the largest scale are off by about 2**-11
 WIDEST_SCALES = 2.0**40
 
 
@@ -25,7 +25,7 @@ class Options:
         dtype: NKI name of the dtype of the operands of products.
         is_packed: whether two tokens of the cached keys are interleaved.
         turns_by_dma: whether DMA turns the probabilities of a prompt.
-        largest: what new keys and values are limited to where they are written; 0.0 for no limit.
+        largest: limit of new keys and values that are written; 0.0 for no limit.
     """
 
     scale: float
@@ -40,7 +40,7 @@ class Options:
     largest: float = 0.0
 
     def __post_init__(self) -> None:
-        # with a cap the kernel limits it
+        # with a softcap the kernel limits the factor
         factor = abs(self.scale) * max(self.k_scales, default=1.0)
         if not self.softcap and factor > FP32_MAX:
             raise ValueError(f"scale times k_scale must be finite in fp32, got {factor:.3g}")
@@ -70,7 +70,7 @@ class Options:
 
     @property
     def least_scale(self) -> float:
-        """The smallest factor that keys have of the cache, or 1, which new keys have."""
+        """The smallest scale of keys: of the cache, or 1, the scale of new keys."""
         return min(1.0, *self.k_scales)
 
     @property
@@ -81,14 +81,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a call is about: checked lengths and block numbers.
+    """Checked lengths and block numbers of a call.
 
     Attributes:
         table: ``[batch, max_blocks]``.
         tokens: rows of the packed queries.
         is_cached: whether the new tokens' keys and values are in the cache already; contexts count
             what was there before.
-        writes: whether the call writes them there.
+        writes: whether the call writes the new tokens into the cache.
     """
 
     query_lens: Array
@@ -100,7 +100,7 @@ class Batch:
     writes: bool = False
 
     def pack(self, block_size: int) -> Packed:
-        """Return its sequences, as a form runs them."""
+        """Return the sequences, as a form runs them."""
         return pack_lengths(
             self.query_lens,
             self.context_lens,

@@ -1,4 +1,4 @@
-"""Argument checks of the public functions: what is wrong, what was expected, what came."""
+"""Argument checks; errors name the argument, what was expected, and what came."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..sim.arrays import Array, as_array
 
-# dtypes that queries and caches may have, and caches alone
+# dtypes of queries and caches; dtypes of caches only
 FLOATS = ("float16", "bfloat16", "float32")
 FP8 = ("float8_e4m3", "float8_e4m3fn", "float8_e5m2")
 
@@ -24,7 +24,7 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
 
 
 def check_dtypes(q: tuple[str, Array], others: dict[str, Array], kv_cache: Array) -> None:
-    """Check the dtypes of queries, of what must have theirs, and of the cache."""
+    """Check the dtypes of queries, of tensors that must have the same dtype, and of the cache."""
     name, queries = q
     if queries.dtype.name not in FLOATS:
         raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {queries.dtype.name}")
@@ -73,7 +73,7 @@ def check_flag(name: str, x: Any) -> bool:
 
 
 def check_packing(packed_keys: Any, cache: Any, block_size: int) -> bool:
-    """Check whether two tokens of the cached keys are interleaved: in FP8, of pages of pairs."""
+    """Return whether cached keys are interleaved in pairs: FP8, an even block size."""
     if check_flag("packed_keys", packed_keys) and str(cache).removeprefix("torch.") not in FP8:
         allowed = ", ".join(FP8)
         raise TypeError(f"packed_keys needs a kv_cache of {allowed}, got {cache}")
@@ -89,8 +89,8 @@ def check_writes(
     block_size: int,
     name: str = "block_table",
 ) -> None:
-    """Check that what a call writes is read, or written, by nothing else in it."""
-    # by block: the sequence that writes it, and the first position that it writes there
+    """Check that no sequence reads or writes what another sequence of the call writes."""
+    # by block: the sequence that writes it, and the first position written
     owner: dict[int, tuple[int, int]] = {}
     for i, (count, context) in enumerate(zip(queries.tolist(), contexts.tolist(), strict=True)):
         if count:
@@ -105,7 +105,7 @@ def check_writes(
     for i, context in enumerate(contexts.tolist()):
         for n in range(-(-context // block_size)):
             other, first = owner.get(int(table[i, n]), (i, block_size))
-            # of a partly filled block, a sequence reads what is before the tokens that it writes
+            # a sequence that fills a block further reads the tokens before those that it writes
             if min(block_size, context - n * block_size) > first:
                 raise ValueError(
                     f"{name} must give no context what the call writes, got block "
@@ -114,7 +114,7 @@ def check_writes(
 
 
 def check_transposes(transposes: Any, dtype: str) -> bool:
-    """Return whether DMA turns probabilities, which are in a dtype."""
+    """Return whether DMA transposes the probabilities, which have this dtype."""
     if transposes not in ("tensor", "dma"):
         raise ValueError(f"transposes must be tensor or dma, got {transposes!r}")
     if transposes == "dma" and dtype == "float32":
@@ -161,7 +161,7 @@ def check_block_size(block_size: Any) -> None:
 
 
 def check_head_dim(head_dim: Any) -> None:
-    """Check the head dimension, of which two pieces lie on the partitions."""
+    """Check the head dimension, at most two pieces of 128 partitions."""
     check_count("head_dim", head_dim)
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim}")
@@ -190,7 +190,7 @@ def check_lengths(
             raise TypeError(f"{name} must be of integers, got {lengths.dtype.name}")
         if (lengths < 0).any():
             raise ValueError(f"{name} must be at least 0, got {int(lengths.min())}")
-        # so that sums stay in 64 bits
+        # sums stay in 64 bits
         if lengths.max(initial=0) > MAX_LENGTH:
             raise ValueError(f"{name} must be at most {MAX_LENGTH}, got {int(lengths.max())}")
         found.append(lengths.astype(np.int64))
@@ -264,7 +264,7 @@ def check_window(window: Any) -> int | None:
         raise TypeError(f"window must be an integer or None, got {type(window).__name__}")
     if window < 1:
         raise ValueError(f"window must be at least 1, a token's own key, got {window}")
-    # as far as any sequence reaches; sums with it stay in 64 bits
+    # at most the longest sequence, so that sums stay in 64 bits
     return min(int(window), MAX_WINDOW)
 
 

@@ -1,7 +1,7 @@
 """Tensors of a Neuron device: what crosses from the host, and how the kernel is called on them.
 
-Queries, keys, values and caches stay where they are. What crosses is a call's table, its sinks and
-factors, and the order of new tokens: ``put`` is the only way.
+Queries, keys, values and caches stay on the device. Only a call's table, its sinks and factors, and
+the order of new tokens cross from the host, by ``put``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .launch import (
 from .sequences import Packed
 from .tables import Tables
 
-# devices of PyTorch that are Neuron's, and where its operator is, the newest first
+# PyTorch's names of Neuron devices, and modules that have the operator, the newest first
 TORCH_DEVICES = ("neuron", "privateuseone", "xla")
 TORCH_MODULES = (
     "torch_neuronx",
@@ -54,16 +54,16 @@ class Described:
 
 
 class Device(Protocol):
-    """What the launch asks of a framework."""
+    """Operations of a framework that a launch needs."""
 
     def put(self, array: Array) -> Any:
         """Return an array of the host on the device."""
 
     def put_into(self, array: Array, size: int) -> Any:
-        """Return a tensor of the device that begins with an array; the rest is anything."""
+        """Return a tensor on the device that begins with an array; the rest is undefined."""
 
     def pad_rows(self, x: Any, rows: int) -> Any:
-        """Return a tensor with rows of anything after its own."""
+        """Return a tensor with undefined rows after its own."""
 
     def by_head(self, x: Any, places: Array) -> Any:
         """Return ``[tokens, heads, d]`` as ``[heads, places, d]``; 0 where there is no token."""
@@ -75,7 +75,7 @@ class Device(Protocol):
         """Return a tensor times a number, in fp32, in its own dtype."""
 
     def finish_lse(self, lse: Any, threshold: float) -> Any:
-        """Return ``-inf`` for what is at most a threshold."""
+        """Return ``-inf`` for values of at most a threshold."""
 
     def run(self, arguments: dict[str, Any], programs: int) -> Any:
         """Run the kernel of a form."""
@@ -105,7 +105,7 @@ def describe(x: Any) -> Described:
 
 
 class TorchDevice:
-    """PyTorch on Neuron, through the operator that its own package offers for NKI kernels."""
+    """PyTorch on Neuron, through the operator for NKI kernels of PyTorch's Neuron package."""
 
     def __init__(self, device: Any) -> None:
         self.torch = sys.modules["torch"]
@@ -128,7 +128,7 @@ class TorchDevice:
         return result
 
     def by_head(self, x: Any, order: Any) -> Any:
-        # one row of zeros after the tokens, for places without one
+        # a row of zeros after the tokens, for places without a token
         padded = self.torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
         return padded.index_select(0, order).transpose(0, 1).contiguous()
 
@@ -146,7 +146,7 @@ class TorchDevice:
 
 
 class JaxDevice:
-    """JAX on Neuron, which ``nki.jit`` knows by itself."""
+    """JAX on Neuron: ``nki.jit`` takes its arrays."""
 
     def __init__(self) -> None:
         self.numpy = importlib.import_module("jax.numpy")
@@ -182,8 +182,8 @@ class JaxDevice:
 def torch_operator() -> Any:
     """Return a function of the kernel's arguments and the programs, as PyTorch's operator.
 
-    ``nki_op`` makes it an operator with a fake, which torch.compile keeps whole; where there is
-    only ``wrap_nki``, as in vllm-neuron's light package, that is called.
+    ``nki_op`` makes an operator with a fake implementation, which torch.compile does not break up.
+    If there is only ``wrap_nki``, as in vllm-neuron's light package, that is called.
     """
     found: dict[str, Any] = {}
     for name in TORCH_MODULES:
@@ -203,12 +203,12 @@ def torch_operator() -> Any:
     kernel = wrap(load_kernel())
 
     def call(statics: dict[str, Any], programs: int, tensors: tuple[Any, ...]) -> Any:
-        # caches that it wrote come after these
+        # without the written caches, which follow
         return kernel[programs](**dict(zip(TENSORS, tensors, strict=True)), **statics)[:2]
 
     if not found.get("nki_op"):
         return lambda arguments, programs: call(*_split(arguments, programs))
-    # what is compiled in reaches the operator by its number
+    # the operator takes the number of the constants that are compiled in
     forms: list[tuple[dict[str, Any], int]] = []
 
     def form(q, k_new, v_new, k_cache, v_cache, tables, numbers, number):  # type: ignore[no-untyped-def]
@@ -244,13 +244,13 @@ def _split(arguments: dict[str, Any], programs: int) -> tuple[dict[str, Any], in
 
 @dataclass(frozen=True)
 class Prepared:
-    """What calls on one batch share: the form, and its table on the device.
+    """What calls with one batch share: the form, and its table on the device.
 
     Attributes:
         tokens, heads: of the queries.
-        order: token at each place of new keys, after all for none, on the device; None where the
-            keys are in the cache.
-        multiplier: of the queries, where the scale is too small to be a factor; None for zeros.
+        order: token at each place of new keys, on the device; a place without a token has the
+            number after all tokens. None if the keys are in the cache.
+        multiplier: of the queries, if the scale is too small to be a factor; None for zeros.
     """
 
     form: Form
@@ -297,7 +297,7 @@ def prepare(
 
 
 def _put_tables(device: Device, tables: Tables) -> Any:
-    # what is after the used part does not cross
+    # only the used part crosses
     return device.put_into(tables.table[: tables.used], len(tables.table))
 
 

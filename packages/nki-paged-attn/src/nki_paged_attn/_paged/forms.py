@@ -1,8 +1,8 @@
-"""Buckets and forms: what of a call is compiled, and what is data.
+"""Buckets and forms: which part of a call is compiled, and which is data.
 
 A *bucket* is the largest batch, packed tokens and cached context that a form of the kernel serves.
 A *form* is what a device compiles: shapes of tensors, options, and the loops over rows of a table.
-Lengths, block numbers and offsets are in the table, and how often each loop runs is, too.
+The table holds lengths, block numbers, offsets, and how often each loop runs.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from attn_common import cdiv, round_up
 from .checks import PARTITIONS, check_count
 
 MAX_TOKENS = 8
-# rows of a sequence up to which keys, and not queries, lie on the partitions
+# with at most this many rows of a sequence, keys lie on the partitions, not queries
 MAX_PART_ROWS = 64
-# tiles of a block, the largest first, and tokens that it may have
+# tiles of a block, the largest first, and its most tokens
 BLOCK_TILES = (64, 32, 16, 8, 4, 2, 1)
 BLOCK_TOKENS = 1024
-# most tiles of blocks whose iterations have so many wide sections: as far as a form of a context
-# of 32,768 stays below 20,000 instructions
+# (most tiles of a block, wide sections of an iteration): a form of a context of 32,768 stays below
+# 20,000 instructions
 BLOCK_SECTIONS = ((4, 4), (32, 2), (BLOCK_TILES[0], 1))
-# chunks of 128 keys of an iteration: as in _kernels
+# chunks of 128 keys of an iteration, as in _kernels
 CHUNKS = 4
-# chunks of 128 keys of a part: all but the last of a sequence have the most
+# chunks of 128 keys of a part; all but the last part of a sequence have the most
 PART_CHUNKS = (32, 16, 8, 4, 2, 1)
 PART_KEYS = PARTITIONS * PART_CHUNKS[0]
 # parts of one token that an iteration runs side by side
 TOGETHER = 4
-# parts of sequences of one token that are merged side by side
+# parts, of sequences with one new token, that are merged side by side
 MERGE_PARTS = 16
-# kinds of loops, and numbers of their rows besides their tiles and sections: as in _kernels
+# kinds of loops, and numbers of their rows besides tiles and sections, as in _kernels
 BLOCKS, PARTS, MERGES, TILES, WRITES = 0, 1, 2, 3, 4
 BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION, WRITE_FIELDS = 9, 7, 3, 5, 3
-# slots of tiles, besides those of numbers of tokens, and wide sections from which a tile is cut
+# key of the tiles' slots (others: numbers of tokens); least wide sections of a tile that is split
 OF_TILES, CUT_SECTIONS = 0, 4
-# slots that stand for parts which are not there, one of each program
+# slots that stand for missing parts, one for each program
 EMPTY_SLOTS = 2
-# powers of two begin here, because an empty bucket costs next to nothing
+# smallest powers of two: a bucket that is not full costs next to nothing
 LEAST = {"batch": 8, "tokens": 512, "context": 4096}
 
 
 class Bucket(NamedTuple):
-    """What a form serves at most: sequences, packed new tokens, cached tokens of a sequence."""
+    """The most that a form serves: sequences, packed new tokens, cached tokens of a sequence."""
 
     batch: int
     tokens: int
@@ -57,8 +57,8 @@ class Bucket(NamedTuple):
 class Buckets:
     """The sizes that forms are compiled for.
 
-    A call takes the smallest of each that holds it, so that at most ``len(batch) * len(tokens) *
-    len(context)`` forms are compiled for a set of options.
+    A call takes the smallest size of each kind that holds it, so at most ``len(batch) * len(tokens)
+    * len(context)`` forms are compiled for a set of options.
 
     Args:
         batch: numbers of sequences.
@@ -90,7 +90,8 @@ class Buckets:
 
         Raises:
             TypeError: a size that is no integer.
-            ValueError: none does, and the message names one that would; or a negative size.
+            ValueError: no bucket holds the call (the message names one that would), or a size is
+                negative.
         """
         needed = {"batch": batch, "tokens": tokens, "context": context}
         found, missing = {}, {}
@@ -128,7 +129,7 @@ class BlockSize(NamedTuple):
 
     Attributes:
         tiles: of the block.
-        shared: tiles that hold the same tokens, each of one head; 1 where a tile has all heads of
+        shared: tiles that hold the same tokens, each of one head; 1 if a tile has all heads of
             its tokens.
         tokens: of the block.
         together: wide sections of an iteration.
@@ -141,7 +142,7 @@ class BlockSize(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Tiles with tokens of their own, and loads of queries."""
+        """Groups of tiles with the same tokens, and loads of queries."""
         return self.tiles // self.shared
 
 
@@ -149,7 +150,7 @@ class Loop(NamedTuple):
     """A loop of the device over rows of the table.
 
     Attributes:
-        spec: what the kernel is told.
+        spec: the kernel's constants of the loop.
         width: numbers of a row for each of 128 partitions.
         together: rows of an iteration.
     """
@@ -164,7 +165,7 @@ class Form:
     """The shapes that a bucket fixes.
 
     Attributes:
-        bucket: what is served at most.
+        bucket: the most that is served.
         group: query heads of a KV head.
         programs: cores of the logical core.
         has_new: whether new tokens' keys are handed in; else they are in the cache.
@@ -183,7 +184,7 @@ class Form:
 
     @property
     def wide(self) -> int:
-        """Tokens of a partition of a wide section: 8, or what divides a block."""
+        """Tokens of a partition of a wide section: 8, or fewer, a divisor of the block size."""
         return min(MAX_TOKENS, self.block_size & -self.block_size)
 
     @property
@@ -195,9 +196,9 @@ class Form:
     def block_sizes(self) -> tuple[BlockSize, ...]:
         """Sizes that blocks may have, the largest first.
 
-        From 128 tokens on a tile has one head, so that one load brings 128 tokens of all heads.
+        From 128 tokens on a tile has one head: a load brings 128 tokens of all heads.
         """
-        # what SBUF holds of queries and outputs in fp32
+        # SBUF holds the queries and outputs in fp32
         most = BLOCK_TILES[0] * PARTITIONS // max(PARTITIONS, self.head_dim)
         group, few = self.group, self.tile_tokens
         found = []
@@ -224,7 +225,7 @@ class Form:
 
     @property
     def places(self) -> int:
-        """Places of new tokens: each sequence's begin at a multiple of 8."""
+        """Places of new tokens; each sequence begins at a multiple of 8."""
         if not self.has_new:
             return MAX_TOKENS
         return round_up(self.bucket.tokens + (MAX_TOKENS - 1) * self.bucket.batch, MAX_TOKENS)
@@ -243,7 +244,7 @@ class Form:
             for x in self.block_sizes
         ]
         for tokens in self.part_tokens:
-            # keys of all of them are in SBUF
+            # SBUF holds the keys of all parts that run side by side
             together = TOGETHER * PARTITIONS // max(PARTITIONS, self.head_dim)
             counts = (together, 1) if tokens == 1 else (1,)
             for chunks in PART_CHUNKS:
@@ -258,7 +259,7 @@ class Form:
         parts = 2
         while parts <= self.most_parts:
             for n in self.part_tokens:
-                # as many as next to nothing of SBUF holds
+                # as many as take next to nothing of SBUF
                 several = max(1, MERGE_PARTS // parts) if n == 1 else 1
                 counts = (several, 1) if several > 1 else (1,)
                 found += [Loop((MERGES, parts, n, c), parts + 1, c) for c in counts]
@@ -269,15 +270,15 @@ class Form:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a sequence that has one block is cut in two, because programs would not be even.
+        """Whether a sequence of one block is cut in two, to balance two programs.
 
-        It does not depend on the programs, so that results do not.
+        It does not depend on the number of programs, so results do not either.
         """
         return self.kv_heads in (1, 3)
 
     @property
     def slots(self) -> tuple[tuple[int, int], ...]:
-        """Places for what parts of several found, for each number of tokens, and tiles of two."""
+        """Places for results that are merged: of parts, by number of tokens, and of split tiles."""
         most = self.bucket.batch * self.most_parts * self.kv_heads
         most = EMPTY_SLOTS + (most if self.most_parts > 1 else 0)
         found = [(n, most) for n in self.part_tokens]
@@ -290,12 +291,12 @@ class Form:
         """Numbers that the table has room for, whatever the lengths are."""
         batch, tokens, context = self.bucket
         section = PARTITIONS * SECTION
-        # any sequence may have blocks; the tiles and blocks of all
+        # any sequence may have blocks: bound the tiles and blocks of all
         longs = min(batch, tokens)
         tiles = 2 * (tokens // self.tile_tokens + longs)
         sizes = self.block_sizes
         largest = sizes[0].tokens // self.tile_tokens
-        # a sequence's are one more of a size, or a tile twice
+        # a sequence has one more block of each size, or one tile twice
         blocks = min(tiles + longs, tiles // largest + (len(sizes) + 1) * (longs + 1)) + 1
         wide_keys = PARTITIONS * self.wide
         own = cdiv(sizes[0].tokens + PARTITIONS - 1, PARTITIONS)
@@ -307,10 +308,10 @@ class Form:
             + tiles * 3 * PARTITIONS
         )
         widths = [loop.width for loop in self.loops if loop.spec[0] == PARTS]
-        # of each sequence, and their merge
+        # parts of each sequence, and their merge
         parts = (context // PART_KEYS + 1) * max(widths, default=0) + self.most_parts + 1
         short = batch * PARTITIONS * parts
-        # of a tile that is cut: a diagonal without keys, and its merge
+        # a split tile: a diagonal without keys, and its merge
         short += longs * (cdiv(PARTITIONS - 1 + self.tile_tokens, PARTITIONS) * section)
         short += longs * 3 * PARTITIONS
         if self.writes:

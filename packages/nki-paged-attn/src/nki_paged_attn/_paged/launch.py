@@ -17,9 +17,9 @@ from .forms import MAX_PART_ROWS, Buckets, Form
 from .sequences import Packed
 from .tables import Scales, Tables, build_tables
 
-# of a factor to the softcap, as fp32 holds it
+# of a factor to the softcap, within fp32
 LARGEST_RATIO = 2.0**127
-# of the largest fp32 number: above what a masked score is, below every other
+# the negated maximum of a row without a key: above masked scores, below all others
 NO_MAXIMUM = 8e37
 
 
@@ -69,7 +69,7 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
             for k_scale, v_scale in zip(*source, strict=True):
                 row = (*scaling(options, k_scale), v_scale)
                 found.append(np.tile(np.array(row, np.float32), PARTITIONS))
-        # of parts: the cache's, and ratios to it, for each number of new tokens
+        # for parts: the cache's factors, and ratios of new tokens to them, by number of new tokens
         for count in range(MAX_PART_ROWS // group + 1):
             for k_scale, v_scale in zip(options.k_scales, options.v_scales, strict=True):
                 row = (*scaling(options, k_scale), v_scale)
@@ -80,14 +80,14 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
     if options.is_scaled and form.writes:
         for k_scale, v_scale in zip(options.k_scales, options.v_scales, strict=True):
             found.append(np.tile(np.array([1 / k_scale, 1 / v_scale], np.float32), PARTITIONS))
-    # as much as a load of factors reads, if there is nothing
+    # a load of factors reads this much even if there are none
     found.append(np.zeros(4 * PARTITIONS, np.float32))
     return np.concatenate(found).astype(np.float32), Scales(0, nothing, factors, inverse)
 
 
 def sink_rows(sinks: Array, group: int, least: float) -> Array:
     """Return the sinks of a tile's rows for each KV head, ``[kv_heads, 128]``, token by token."""
-    # one of -inf is none: the maximum of a row without a key
+    # a sink of -inf is none: it becomes the maximum of a row without a key
     sinks = np.maximum(sinks, np.float32(-least)).reshape(-1, group)
     rows = np.tile(sinks, (1, PARTITIONS // group + 1))
     return np.ascontiguousarray(rows[:, :PARTITIONS])
@@ -97,14 +97,14 @@ def scaling(options: Options, k_scale: float = 1.0) -> tuple[float, float, float
     """Return the factor of scores before the cap, of the exponential, and the latter negated."""
     factor = options.scale * k_scale
     if options.softcap:
-        # a ratio beyond fp32 would make NaN of a score of 0; tanh of it is 1 long before
+        # an infinite ratio times a score of 0 is NaN; tanh is 1 for much smaller ratios
         factor = min(factor, options.softcap * LARGEST_RATIO)
         return factor / options.softcap, options.softcap, -options.softcap
     return factor, factor, -factor
 
 
 def no_maximum(options: Options) -> float:
-    """Return the negated maximum of a row without a key: above what others can be.
+    """Return the negated maximum of a row without a key, above that of any other row.
 
     It is compiled in, so that it does not depend on the scales of a cache.
     """
@@ -118,13 +118,13 @@ def fold_scale(q: Array, options: Options) -> tuple[Array, Options]:
     """Return queries and options such that the factor of the scores is well above 0."""
     scale, softcap = options.scale, options.softcap
     if 0 < softcap < SMALLEST_FACTOR:
-        # scores of 0, to within what the exponential shows
+        # capped scores are so small that the exponential rounds as for 0
         return np.zeros_like(q), replace(options, scale=1.0, softcap=0.0)
     if scale < 0:
         q, scale = -q, -scale
     least = SMALLEST_FACTOR / options.least_scale
     if scale < least:
-        # a power of two, so that only fp16's smallest numbers are rounded, and the largest such
+        # the largest power of two that serves: it rounds only fp16's smallest numbers
         power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
         q = (q.astype(np.float32) * np.float32(power)).astype(q.dtype)
         scale = scale / power if scale else least
@@ -132,13 +132,13 @@ def fold_scale(q: Array, options: Options) -> tuple[Array, Options]:
 
 
 def find_folding(options: Options) -> tuple[float | None, Options]:
-    """Return what queries are multiplied by, None for zeros, and the options that remain."""
+    """Return the multiplier of queries, None for zeros, and the remaining options."""
     one, folded = fold_scale(np.ones(1, np.float32), options)
     return (None if not one[0] and options.scale else float(one[0])), folded
 
 
 def static_arguments(form: Form, options: Options) -> dict[str, Any]:
-    """Return what is compiled into a form, by name."""
+    """Return the constants that are compiled into a form, by name."""
     return {
         "loops": tuple(loop.spec for loop in form.loops),
         "slots": form.slots,
@@ -161,7 +161,7 @@ def static_arguments(form: Form, options: Options) -> dict[str, Any]:
 def form_arguments(
     q: Array, k: Array, v: Array, kv_cache: Array, batch: Packed, form: Form, options: Options
 ) -> dict[str, Any]:
-    """Return what the kernel of a form takes, by name; q, k, v are packed."""
+    """Return the arguments of a form's kernel, by name; q, k, v are packed."""
     tokens, heads, head_dim = q.shape
     q, options = fold_scale(q, options)
     tables, new = form_tables(batch, form, options)
@@ -182,14 +182,14 @@ def form_arguments(
 
 
 def largest_of(dtype: np.dtype[Any]) -> float:
-    """Return what numbers are limited to before they are rounded: of FP8 the largest, else 0."""
+    """Return the limit of numbers before they are rounded to a dtype: FP8's largest, else 0."""
     if dtype.name not in FP8:
         return 0.0
     return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def by_head(x: Array, places: Array) -> Array:
-    """Return new keys or values as ``[kv_heads, places, head_dim]``, with 0 where nothing is."""
+    """Return new keys or values as ``[kv_heads, places, head_dim]``; empty places are 0."""
     result = np.zeros((x.shape[1], len(places), x.shape[2]), x.dtype)
     used = np.flatnonzero(places >= 0)
     result[:, used] = x[places[used]].transpose(1, 0, 2)
@@ -217,7 +217,7 @@ def launch_form(
     arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
     out, lse, *written = backends.run(backend, arguments)
     if backend != "sim":
-        # our simulator has written the cache itself
+        # the simulator of this package writes the cache in place
         for half, own in zip(kv_cache, written, strict=False):
             half[...] = np.asarray(own)
     out = np.ascontiguousarray(np.asarray(out)[: tokens * heads]).reshape(q.shape)

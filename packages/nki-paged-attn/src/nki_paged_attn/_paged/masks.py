@@ -1,9 +1,9 @@
 """The old kernel's block tables and masks, read and written.
 
-The old kernel took a dense mask over the tokens of all active blocks and of all new tokens. It
-consumed cached tokens in an order of its own, which ``reorder_context_mask`` gives a mask: within a
-large tile, column ``load * 128 * t + i * 128 + p`` holds token ``(load * 128 + p) * t + i``, where
-``t`` is the number of consecutive tokens in a partition.
+The old kernel took a dense mask over the tokens of all active blocks and of all new tokens. It read
+cached tokens in its own order, into which ``reorder_context_mask`` brings a mask: within a large
+tile, column ``load * 128 * t + i * 128 + p`` holds token ``(load * 128 + p) * t + i``, where ``t``
+is the number of consecutive tokens in a partition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tokens_per_partition(large_tile: int, block_size: int) -> int:
 
 
 def column_order(large_tile: int, block_size: int, columns: int) -> Array:
-    """Return for each reordered column which token it holds."""
+    """Return the token of each reordered column."""
     tokens = tokens_per_partition(large_tile, block_size)
     if tokens <= 1:
         return np.arange(columns)
@@ -163,10 +163,10 @@ def pack_mask(mask: Array, context: int, blocks: Array, block_size: int) -> Pack
 def _sequences(
     first: int, cache: Ints, new: Ints, blocks: Array, block_size: int
 ) -> list[Sequence]:
-    """Return rows that share keys as a sequence, whose ``place`` is its first new token.
+    """Return rows that share keys as one sequence; its ``place`` is its first new token.
 
-    Cached and new keys that a row sees are one range if it sees the last of the former and the
-    first of the latter. Where rows do not agree on these, each is a sequence of its own.
+    A row's cached and new keys are one range if it sees the last cached and the first new key. If
+    no such range serves all rows, each row is a sequence of its own.
     """
     has_cached, has_new = (r[:, 0] < r[:, 1] for r in (cache, new))
     end = int(cache[has_cached, 1].max(initial=0))

@@ -1,4 +1,4 @@
-"""Sequences of a batch, and how their keys and queries are cut: by their own lengths alone."""
+"""Sequences of a batch, and how each is cut into keys and queries, by its own lengths alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_POSITION = 2**24
 
 @dataclass(frozen=True)
 class Sequence:
-    """Tokens of one sequence, its keys, and which of them each token sees.
+    """Tokens and keys of one sequence, and which keys each token sees.
 
     Keys are counted from the sequence's first cached one; new ones follow the cached ones.
 
@@ -32,7 +32,7 @@ class Sequence:
         position: where its first token lies among its keys.
         cached: keys in the cache, in the order of ``blocks``.
         blocks: block numbers.
-        place, new: where its keys begin among the new ones, and their number.
+        place, new: place of its first new key, and number of its new keys.
     """
 
     first: int
@@ -68,7 +68,7 @@ class Sequence:
         return min(self.cached, int(self.lows.min(initial=self.cached)))
 
     def bounds(self, tokens: Ints) -> tuple[Ints, Ints]:
-        """Return the first and end key that tokens see, 0 and 0 for those it does not have."""
+        """Return the first and end key that tokens see, 0 and 0 for tokens past its last."""
         own = self.ranges[np.minimum(tokens, self.count - 1)]
         real = (tokens < self.count)[..., None]
         low, high = np.moveaxis(np.where(real, own, 0), -1, 0)
@@ -79,8 +79,8 @@ class Sequence:
 class Segment:
     """Keys of a sequence that lie in one source, from ``start`` to ``end``, as it counts them.
 
-    Wide sections begin where the ``tokens`` of a partition do; what is before the first and after
-    the last is cut into chunks.
+    Wide sections begin at a multiple of ``tokens``, the tokens of a partition; keys before the
+    first and after the last wide section are cut into chunks.
     """
 
     source: int
@@ -93,12 +93,12 @@ class Segment:
         return min(round_up(self.start, self.tokens), self.end)
 
     def wide(self, limit: int) -> range:
-        """Return where wide sections begin that end by a limit."""
+        """Return the starts of the wide sections that end at or before a limit."""
         keys = PARTITIONS * self.tokens
         return range(self.aligned, limit - keys + 1, keys)
 
     def chunks(self, limit: int) -> list[tuple[int, int]]:
-        """Return the first and end key of chunks of what is before a limit and in none of these."""
+        """Return the first and end key of each chunk: keys before a limit in no wide section."""
         head = min(self.aligned, limit)
         rest = max(head, self.aligned + len(self.wide(limit)) * PARTITIONS * self.tokens)
         found = [(self.start, head)] if self.start < head else []
@@ -110,13 +110,13 @@ class Packed:
     """A batch of sequences, as a form runs it.
 
     Attributes:
-        sequences: those with tokens; tokens of none are the last, which sees nothing.
+        sequences: those with tokens. Tokens of no sequence are the last one, which sees nothing.
         new: token at each place of new keys, -1 for none. A sequence's places begin at a multiple
             of 8, so that its keys lie on the same partitions in any batch.
         tokens: rows of the packed queries.
-        needed: sequences, packed tokens and keys of one in the cache: what a bucket has to hold.
+        needed: sequences, packed tokens, and most cached keys of a sequence, for the bucket.
         has_new: whether new tokens' keys are handed in; else they are in the cache.
-        writes: whether the call writes them there.
+        writes: whether the call writes them into the cache.
     """
 
     sequences: tuple[Sequence, ...]
@@ -146,7 +146,7 @@ def pack_lengths(
         window: keys that a token sees at most.
         is_cached: whether new tokens' keys are in the cache already; contexts count what was there
             before.
-        writes: whether the call writes them there.
+        writes: whether the call writes them into the cache.
     """
     found, order = [], []
     first = place = 0
@@ -177,21 +177,21 @@ def pack_lengths(
 
 
 def nobody(first: int, count: int) -> Sequence:
-    """Return tokens that see nothing."""
+    """Return a sequence of tokens that see nothing."""
     return Sequence(first, count, np.zeros((count, 2), np.int64), 0, 0, np.zeros(0, np.int64))
 
 
 def places_of(first: int, count: int) -> Ints:
-    """Return the tokens at the places of a sequence's new keys, -1 where they are rounded up."""
+    """Return the tokens at the places of a sequence's new keys, -1 for places of padding."""
     found = np.full(round_up(count, MAX_TOKENS), -1, np.int64)
     found[:count] = first + np.arange(count)
     return found
 
 
 def cover(count: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the blocks of so many tokens: a fifth may be empty, rather than one block more.
+    """Return the sizes of the blocks of ``count`` tokens; up to a fifth of a block may be empty.
 
-    ``sizes`` are those of blocks, the largest first, and ``count`` a multiple of the least.
+    ``sizes`` are those of blocks, the largest first; ``count`` is a multiple of the least.
     """
     found = []
     while count > 0:
@@ -202,7 +202,7 @@ def cover(count: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 def cut_blocks(count: int, sizes: tuple[int, ...], is_cut: bool) -> list[int]:
-    """Return the blocks of a sequence's tokens; where one would be most of it, halves or so."""
+    """Return a sequence's blocks; with ``is_cut`` none holds most of a short sequence."""
     found = cover(count, sizes)
     if is_cut and sizes[-1] < count <= sizes[0] and 2 * found[0] > count:
         return cover(count, tuple(s for s in sizes if 2 * s <= count))

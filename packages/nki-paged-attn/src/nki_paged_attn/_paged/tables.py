@@ -1,8 +1,8 @@
-"""The table of a form: what a batch's lengths and blocks say to the loops of the kernel.
+"""The table of a form: rows for the loops of the kernel, made from a batch's lengths and blocks.
 
 Positions count a sequence's keys from its first cached one, the new tokens after the context.
-Everything here depends on a sequence alone; only the order of rows depends on the batch, and which
-program runs them.
+Rows depend on their own sequence alone; only their order, and which program runs them, depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .forms import (
 )
 from .sequences import CACHE, NEW, NOWHERE, Ints, Packed, Segment, Sequence, cut_blocks
 
-# a position after all
+# a position after all others
 BEHIND = 2**25
 ROWS = np.arange(PARTITIONS)
 
@@ -47,7 +47,7 @@ class Tables:
 
     Attributes:
         table: int32, the first and end element of each loop, and rows.
-        used: numbers of it that are in use, from its first.
+        used: how many of its first numbers are in use.
         numbers: fp32, sinks and factors.
     """
 
@@ -58,13 +58,13 @@ class Tables:
 
 @dataclass
 class Scales:
-    """Places of factors among the numbers.
+    """Places of sinks and factors among the numbers.
 
     Attributes:
-        sinks: place of the first KV head's, whose 128 rows are followed by the next one's.
+        sinks: place of the first KV head's 128 rows; the next heads' rows follow.
         nothing: place of 128 rows without a sink.
-        factors: place of the cache's of the first KV head, or -1 where they are compiled in.
-        inverse: place of what new keys and values are multiplied by where they are written.
+        factors: place of the first KV head's factors of the cache; -1 if they are compiled in.
+        inverse: place of the factors of new keys and values that are written.
     """
 
     sinks: int
@@ -80,9 +80,9 @@ class _Builder:
     # rows after the bounds of the loops: sections and chunks, in whole rows
     keys: list[Ints] = field(default_factory=list)
     at: int = 0
-    # (cost, loop, row): what one program runs
+    # (cost, loop, row): work for one program
     jobs: list[tuple[int, int, Ints]] = field(default_factory=list)
-    # (loop, row): what one merges once both are done
+    # (loop, row): merges, after both programs are done
     merges: list[tuple[int, Ints]] = field(default_factory=list)
     tile_slots: int = 0
     # [2, tokens]: places of new tokens, and the first KV head's row of each in the cache
@@ -97,9 +97,9 @@ class _Builder:
     # where keys lie
 
     def places(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
-        """Return the rows of 128 partitions from a position of a source on, ``[heads, 128]``.
+        """Return the rows of 128 partitions from position ``start`` of a source, ``[heads, 128]``.
 
-        Partitions that begin at or after ``end`` are nowhere.
+        Partitions that begin at or after ``end`` have no row.
         """
         positions = start + tokens * ROWS
         real = positions < end
@@ -121,7 +121,7 @@ class _Builder:
         return found
 
     def section(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
-        """Return the row of a section, ``[heads, 128, 5]``; what lies after its end is masked."""
+        """Return the row of a section, ``[heads, 128, 5]``; keys after its end are masked."""
         row = np.full((len(self.heads), PARTITIONS, SECTION), NOWHERE, np.int64)
         row[:, :, source] = self.places(sequence, source, start, end, tokens)
         row[:, :, 2:4] = np.array([start, end]) + (sequence.cached if source == NEW else 0)
@@ -130,7 +130,7 @@ class _Builder:
         return row
 
     def put(self, sections: list[Ints]) -> tuple[Ints, int]:
-        """Put sections one after the other for each head; return where the heads' begin."""
+        """Append sections for each head; return the heads' first places and a section's size."""
         size = PARTITIONS * SECTION
         heads = len(self.heads)
         first = self.at + np.arange(heads) * len(sections) * size
@@ -149,7 +149,7 @@ class _Builder:
         segments = [Segment(CACHE, sequence.low, sequence.cached, tokens)]
         if sequence.new:
             segments.append(Segment(NEW, 0, sequence.new, tokens))
-        # the one in which the tokens' own keys are, and where they begin there
+        # the segment with the tokens' own keys, and where these begin
         own = segments[-1]
         base = 0 if sequence.new else sequence.position
         wide = [(x.source, at) for x in segments for at in x.wide(x.end)]
@@ -161,11 +161,11 @@ class _Builder:
         first = 0
         for tokens_of in blocks:
             if first >= sequence.count:
-                # only tokens to which the count was rounded up are left
+                # only padding is left
                 break
             block = sizes[tokens_of]
             columns = block.columns
-            # without an order of tokens and keys there is no diagonal
+            # only causal sequences have a diagonal
             before, last = own.end, 0
             if sequence.is_causal:
                 before = min(max((base + first) // PARTITIONS * PARTITIONS, own.start), own.end)
@@ -209,7 +209,7 @@ class _Builder:
             upper = seen[-1] + 1 if seen else 0
             cuts = [(lower, upper)]
             if form.is_cut and count == form.tile_tokens and upper - lower >= CUT_SECTIONS:
-                # the second has the chunks, too
+                # the second half also has the chunks
                 middle = lower + (upper - lower) // 2 + cdiv(len(chunks), 2 * tokens)
                 cuts = [(lower, min(middle, upper)), (min(middle, upper), upper)]
             slots = self._tile_slots(row) if len(cuts) > 1 else None
@@ -225,7 +225,7 @@ class _Builder:
                     part[:, :, -1] = NOWHERE
                     slot = slots[:, number]
                 if not is_last:
-                    # the other one has what is after the wide sections, and the sink
+                    # the second half has the sections after the wide ones, and the sink
                     nothing = self.section(sequence, own.source, 0, 0, 1)
                     ends, _ = self.put([nothing] * width)
                     chunk_count, sinks = 0, self.scales.nothing
@@ -266,7 +266,7 @@ class _Builder:
         return np.where(real, place + self.heads[:, :, None] * group, NOWHERE), token
 
     def _tile_slots(self, row: Ints) -> Ints:
-        """Return the slots of a tile that is cut in two, ``[heads, 2]``, and note its merge."""
+        """Return the slots of a tile that is split, ``[heads, 2]``, and note its merge."""
         heads = len(self.heads)
         slots = self.tile_slots + np.arange(2 * heads).reshape(heads, 2)
         self.tile_slots += 2 * heads
@@ -279,22 +279,22 @@ class _Builder:
     # keys on the partitions
 
     def add_parts(self, sequence: Sequence) -> bool:
-        """Add a sequence of few rows, and say whether it was possible."""
+        """Add a sequence as parts, if it has few rows; return whether it was added."""
         form = self.form
         tokens = next((n for n in form.part_tokens if n >= sequence.count), 0)
         if not tokens or not sequence.sees:
             return False
-        # keys that not all rows see are the last part's, which masks
+        # keys that some rows do not see go to the last part, which masks
         shared = int(sequence.lows.max())
         common = min(sequence.cached, int(sequence.ranges[:, 1].min()))
         wide = form.wide
         end, new = sequence.cached, sequence.new
         start = min(round_up(min(shared, end), wide), end)
-        # the last part has a key at least
+        # the last part has at least one key
         full = max(0, common - start - 1) // PART_KEYS
         tail = start + full * PART_KEYS
         left = end - tail
-        # what a whole part does not hold, of new tokens that are cached, is in the chunk after it
+        # cached new tokens that do not fit a whole part are in the chunk after it
         enough = (c for c in reversed(PART_CHUNKS) if PARTITIONS * c + wide > left)
         chunks = next(enough, PART_CHUNKS[0])
         sections, per = form.sections_of(chunks)
@@ -325,7 +325,7 @@ class _Builder:
         return True
 
     def _slots(self, tokens: int, parts: int) -> Ints:
-        """Return places for what the parts of a sequence find, ``[heads, parts]``."""
+        """Return the slots of a sequence's parts, ``[heads, parts]``."""
         heads = len(self.heads)
         if parts == 1:
             return np.full((heads, 1), NOWHERE, np.int64)
@@ -363,7 +363,7 @@ class _Builder:
         row = self._row(sequence, tokens, start, start + whole, chunks, True)
         first = sections + PART_FIELDS
         row[:, :, first : first + 2] = start, start + whole
-        # new tokens, and after them the cached ones that fill no partition
+        # new tokens, then the cached ones that fill no partition
         new, found = sequence.new, len(rest)
         places = np.full((len(self.heads), PARTITIONS), NOWHERE, np.int64)
         positions = np.full(PARTITIONS, BEHIND)
@@ -379,7 +379,7 @@ class _Builder:
         row[:, :, first + 2] = positions
         row[:, :, first + LAST_FIELDS :] = np.concatenate(sequence.bounds(np.arange(tokens)))
         if self.scales.factors >= 0:
-            # a block of its own for the number of new tokens
+            # factors are laid out by the number of new tokens
             heads = len(self.heads)
             row[:, :, sections + 6] = (
                 self.scales.factors
@@ -391,7 +391,7 @@ class _Builder:
     # new keys and values
 
     def note_writes(self, sequence: Sequence) -> None:
-        """Note where the new tokens of a sequence go: to their positions in its blocks."""
+        """Note where a sequence's new tokens go: to their positions in its blocks."""
         size = self.form.block_size
         position = sequence.position + np.arange(sequence.count)
         row = sequence.blocks[position // size] * len(self.heads) * size + position % size
@@ -400,7 +400,7 @@ class _Builder:
         self.written.append(np.stack([sequence.place + np.arange(sequence.count), row]))
 
     def add_writes(self) -> None:
-        """Add rows of 128 tokens of a KV head, of any sequences."""
+        """Add rows of writes: 128 tokens of one KV head, from any sequences."""
         if not self.written:
             return
         heads = len(self.heads)
@@ -414,7 +414,7 @@ class _Builder:
         self.jobs += [(4, loop, r) for r in rows.reshape(-1, PARTITIONS, WRITE_FIELDS)]
 
     def finish(self, numbers: np.ndarray[Any, Any]) -> Tables:
-        """Share the jobs between the programs, and put everything together."""
+        """Share the jobs between the programs, and build the table."""
         form = self.form
         loops = form.loops
         programs = form.programs
@@ -445,7 +445,7 @@ class _Builder:
         return Tables(table, at, numbers)
 
     def _gather(self, loops: tuple[Loop, ...], mine: list[list[Ints]]) -> None:
-        """Move rows, as far as they fill iterations, to the loops that run several at once."""
+        """Move rows to the loops that run several at once, as far as they fill iterations."""
         for number, loop in enumerate(loops):
             if loop.together == 1:
                 continue
@@ -456,7 +456,7 @@ class _Builder:
 
 
 def _runs(chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the first and end key of up to ``CHUNKS`` chunks, each after the one before."""
+    """Return the first and end key of runs of up to ``CHUNKS`` consecutive chunks."""
     found: list[tuple[int, int]] = []
     for start, end in chunks:
         first, last = found[-1] if found else (start, -1)

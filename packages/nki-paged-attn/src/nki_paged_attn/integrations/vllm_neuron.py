@@ -1,8 +1,8 @@
 """Attention as vllm-neuron calls it: separate caches, -1 for unused blocks, tensors of the device.
 
 A step has two halves. ``prepare`` runs once on the host, from the scheduler's lengths and block
-tables, and puts a small table on the device. ``paged_attention`` runs in each layer, with tensors
-of the device alone: it writes the new tokens into the caches and attends to them there.
+tables, and puts a small table on the device. ``paged_attention`` runs in each layer, on device
+tensors only: it writes the new tokens into the caches and attends to them there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Step:
         caches: dict[str, torch.Tensor],
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Hold a layer's tensors to what was planned; of a device, shapes and dtypes alone."""
+        """Check a layer's tensors against the step; on a device only shapes and dtypes."""
         tokens, kv_heads = self.batch.tokens, self.blocks[1]
         shapes: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "query": (query, (tokens, self.heads, self.head_dim)),
@@ -128,26 +128,26 @@ def prepare(
     packed_keys: bool = False,
     fused_write: bool = False,
 ) -> Step:
-    """Plan a step on the host; its table is all that crosses to the device.
+    """Plan a step on the host; only its table crosses to the device.
 
     Args:
         query_lens: new tokens of each sequence, ``[batch]``, on the host.
-        seq_lens: all its tokens, the new ones included, ``[batch]``, on the host.
+        seq_lens: all tokens of each sequence, new ones included, ``[batch]``, on the host.
         block_tables: ``[batch, max_blocks]`` on the host, -1 for unused blocks.
         heads, kv_heads, head_dim: of this rank's share of the model.
         block_size, num_blocks: of the caches.
-        tokens: rows of the packed queries, padding included; its results are 0.
+        tokens: rows of the packed queries, padding included; results of padding are 0.
         dtype: of the queries.
         device: of the queries.
         scale, window, sinks, softcap, k_scale, v_scale, buckets: as in ``nki_paged_attn``.
         packed_keys: whether the key cache is ``[blocks, kv_heads, block_size // 2, head_dim, 2]``,
             in FP8.
-        fused_write: whether the kernel writes new tokens, into the slots that lengths and tables
-            say, and reads them as they come, not as the cache rounds them. No sequence may then
-            have in its context what another writes in the same step.
+        fused_write: whether the kernel writes new tokens, into the slots that follow from lengths
+            and tables. It then reads new tokens unrounded, not from the cache, and no sequence may
+            have in its context a token that another one writes in the same step.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of a wrong type.
         ValueError: a size, length or block number out of range, or a tensor that is not on the
             host.
         NotImplementedError: ``fused_write`` with ``packed_keys``.
@@ -183,7 +183,7 @@ def prepare(
         is_packed=check_packing(packed_keys, FP8[0], block_size),
     )
     where, sizes = torch.device(device), check_buckets(buckets)
-    # on the CPU, too, so that what runs there also fits a device
+    # also on the CPU, so that a call that runs there runs on a device
     sizes.find(len(queries), tokens, int((contexts if fused_write else keys).max(initial=0)))
     prepared = None
     if where.type in devices.TORCH_DEVICES:
@@ -207,23 +207,23 @@ def paged_attention(
     slot_mapping: torch.Tensor,
     step: Step,
 ) -> torch.Tensor:
-    """Write new tokens into the caches, and attend to what a step's sequences have there.
+    """Write new tokens into the caches, and attend to the cached tokens of a step's sequences.
 
     Args:
         query: ``[tokens, heads, head_dim]``.
         key, value: of the new tokens, ``[tokens, kv_heads, head_dim]``.
-        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``, changed in place; the step
-            says whether keys are packed.
+        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``, changed in place; ``step``
+            has whether keys are packed.
         slot_mapping: ``block * block_size + offset`` of each new token, -1 for padding,
             ``[tokens]``.
-        step: of ``prepare``.
+        step: the result of ``prepare``.
 
     Returns:
         out like query. Every tensor stays on its device.
 
     Raises:
-        TypeError: a dtype that is not the step's, or no tensor.
-        ValueError: a shape or device that is not the step's; on the CPU also a slot past the end.
+        TypeError: a dtype other than the step's, or no tensor.
+        ValueError: a shape or device other than the step's; on the CPU also a slot past the end.
     """
     if not isinstance(step, Step):
         raise TypeError(f"step must be what prepare returns, got {type(step).__name__}")
@@ -251,10 +251,10 @@ def write_cache(
     slot_mapping: torch.Tensor,
     scales: tuple[float, ...] = (1.0,),
 ) -> None:
-    """Write tokens into their slots; negative slots are left out, without asking the device.
+    """Write tokens into their slots; negative slots are skipped, without waiting for the device.
 
-    The cache holds what is to be multiplied by its scales, in FP8 up to the largest number there. A
-    token without a slot writes what a token with one does, so that nothing waits for the host.
+    Tokens are divided by the cache's scales, and in FP8 limited to its largest number. A token
+    without a slot repeats the write of a token with one, so that nothing waits for the host.
     """
     if not len(x):
         return
@@ -265,13 +265,13 @@ def write_cache(
     block, offset = slots // cache.shape[2], slots % cache.shape[2]
     new = x[order]
     if any(s != 1.0 for s in scales):
-        # the host's numbers, one by one: a tensor of them would have to cross
+        # the host's numbers one by one: a tensor would have to cross to the device
         heads = [new[:, n].float() / s for n, s in enumerate(scales)]
         new = torch.stack(heads, dim=1)
     if cache.dtype.itemsize == 1:
         most = torch.finfo(cache.dtype).max
         new = new.float().clamp(-most, most)
-    # indexed as bits, for dtypes that have no kernels of their own
+    # indexed as bits, because some dtypes have no indexing kernels
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]
     target = cache.view(bits)
     rows = new.to(cache.dtype).view(bits)
@@ -287,7 +287,7 @@ def write_cache(
 def torch_attention(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: Step
 ) -> torch.Tensor:
-    """Compute a step in PyTorch, in fp32: what runs where no device is."""
+    """Compute a step in PyTorch, in fp32, without a device."""
     batch, options = step.batch, step.options
     if options.is_packed:
         k_cache = k_cache.transpose(3, 4).flatten(2, 3)

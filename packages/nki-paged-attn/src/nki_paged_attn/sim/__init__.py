@@ -1,7 +1,7 @@
 """A simulator of the NKI surface that kernels of this package use, for machines without Trainium.
 
-NumPy semantics with documented rounding, every documented limit of gen2, gen3 and gen4 enforced,
-and a log from which ``cost`` estimates engine and DMA time.
+It computes in NumPy with the documented rounding, enforces every documented limit of gen2, gen3 and
+gen4, and logs each run; ``cost`` estimates engine and DMA time from the log.
 """
 
 from .cost import Cost, cost, schedule

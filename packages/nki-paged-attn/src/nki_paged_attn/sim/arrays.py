@@ -10,7 +10,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# PyTorch dtypes that NumPy does not know by itself, and what their bits are
+# PyTorch dtypes that NumPy lacks, and the dtypes of ml_dtypes with the same bits
 _BITS = {
     "torch.bfloat16": ("int16", ml_dtypes.bfloat16),
     "torch.float8_e4m3fn": ("uint8", ml_dtypes.float8_e4m3fn),
@@ -19,7 +19,7 @@ _BITS = {
 
 
 def is_tensor(x: Any) -> bool:
-    """Say whether something is a PyTorch tensor."""
+    """Return whether an object is a PyTorch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -52,7 +52,7 @@ def as_array(name: str, x: Any) -> Array:
 
 
 def like(x: Array, original: Any) -> Any:
-    """Return an array as the kind of thing that the original is."""
+    """Return an array in the type of the original."""
     if not is_tensor(original):
         return x
     torch = sys.modules["torch"]

@@ -1,4 +1,4 @@
-"""The arguments of calls: wrong ones are named, and those of an older dialect explained."""
+"""Checks of calls' arguments: errors name wrong ones, and explain those of an older dialect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD_ARGUMENTS = {
 
 
 def named(namespace: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: wrong arguments raise ``NkiValidationError``, not a bare TypeError."""
+    """Return a decorator that raises ``NkiValidationError`` for wrong arguments, not TypeError."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         call = f"{namespace}.{function.__name__}"

@@ -51,7 +51,7 @@ def name_of(dtype: Any) -> str:
 
 
 def to_fp32(x: Array) -> Array:
-    """Convert what an engine reads to fp32."""
+    """Convert an engine's input to fp32."""
     return x if x.dtype == np.float32 else x.astype(np.float32)
 
 
@@ -61,7 +61,7 @@ def from_fp32(x: Array, dtype: np.dtype[Any]) -> Array:
         return x
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
-        # the limits of 32-bit integers are no fp32 numbers, but are float64 ones
+        # float64 can hold the limits of 32-bit integers, fp32 cannot
         rounded = np.rint(x.astype(np.float64))
         rounded = np.nan_to_num(rounded, nan=0.0, posinf=info.max, neginf=info.min)
         return np.clip(rounded, info.min, info.max).astype(dtype)

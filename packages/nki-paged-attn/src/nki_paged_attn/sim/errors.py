@@ -1,4 +1,4 @@
-"""What the simulator raises: a limit that was broken, and what it does not model."""
+"""Errors of the simulator: a broken limit, unwritten memory, and calls that it does not model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class NkiValidationError(ValueError):
     Args:
         operation: name of the call, such as ``nisa.nc_matmul``.
         operand: the argument at fault.
-        limit: what the documentation asks for.
-        value: what came.
-        page: the documentation page, and its section, on which the limit rests.
+        limit: the documented limit.
+        value: the value that broke it.
+        page: the documentation page, and its section, that states the limit.
     """
 
     def __init__(self, operation: str, operand: str, limit: str, value: object, page: str) -> None:
@@ -34,12 +34,12 @@ class NotModelledError(NotImplementedError):
 
 
 def is_integer(x: object) -> bool:
-    """Say whether something is an integer of Python's or NumPy's, and no boolean."""
+    """Return whether an object is an integer of Python or NumPy, and not a boolean."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> bool:
-    """Say whether something is a number of Python's or NumPy's."""
+    """Return whether an object is a number of Python or NumPy."""
     return isinstance(x, (int, float, np.integer, np.floating))
 
 

@@ -1,7 +1,7 @@
 """The subset of Python that every front end of NKI from 0.3 to 0.7 accepts.
 
-The front ends of 0.3 to 0.6 read a kernel's source and know a part of Python; from 0.7 on all of it
-is allowed (pages ``nki/migration`` and the announcement of the specialisation change).
+The front ends of 0.3 to 0.6 parse a kernel's source and support a part of Python; 0.7 and later
+support all of it (pages ``nki/migration`` and the announcement of the specialisation change).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-# nl functions that return tiles; as tokens, without a call, they are fine
+# nl functions that return tiles; as tokens, without a call, they are accepted
 VALUE_STYLE = {
     "add",
     "subtract",
@@ -41,7 +41,7 @@ VALUE_STYLE = {
 
 
 def lint(source: str) -> list[str]:
-    """Return what of a kernel's source some front end refuses, one line each."""
+    """Return what some front end refuses in a kernel's source, one line each."""
     tree = ast.parse(source)
     found = [*_nodes(tree), *_decorators(tree)]
     return [f"line {line}: {text}" for line, text in sorted(found)]

@@ -12,7 +12,7 @@ LNC = "nki/get-started/about/lnc"
 
 
 class Stopped(Exception):
-    """Ends a program because the other one failed."""
+    """Raised in a program because the other one failed."""
 
 
 class Turns:
@@ -24,16 +24,16 @@ class Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._turn = 0
-        # programs that wait at a barrier, and at which
+        # programs that wait, and their barriers
         self._arrived: dict[int, str] = {}
         self._ended: set[int] = set()
         self._round = 0
         self._error: BaseException | None = None
-        # what programs hand to each other at a barrier
+        # data that programs exchange at a barrier
         self.mail: dict[tuple[int, Any], Any] = {}
 
     def run(self, programs: list[Callable[[], Any]]) -> list[Any]:
-        """Run two programs, and return what they return; raise what the first to fail raised."""
+        """Run two programs and return their results; raise the first error."""
         results: list[Any] = [None] * len(programs)
 
         def body(number: int) -> None:
@@ -63,7 +63,7 @@ class Turns:
     def meet(
         self, call: str, number: int, place: str, then: Callable[[], None] | None = None
     ) -> None:
-        """Wait until both programs are here, at one place; ``then`` runs before either goes on."""
+        """Wait until both programs are at this barrier; ``then`` runs before either continues."""
         with self._changed:
             self._arrived[number] = place
             other = self._arrived.get(1 - number, place)

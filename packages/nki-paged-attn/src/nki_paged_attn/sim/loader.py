@@ -36,7 +36,7 @@ def install() -> bool:
     """Make ``import nki`` mean the simulator in this process, unless nki is installed.
 
     Returns:
-        whether it does.
+        whether ``import nki`` now means the simulator.
     """
     if "nki" not in sys.modules and importlib.util.find_spec("nki") is None:
         sys.modules.update(MODULES)
@@ -59,7 +59,7 @@ class Loader:
             path = self.folder / f"{name}.py"
             module = types.ModuleType(name)
             module.__file__ = str(path)
-            # its own builtins, so that no other module is affected
+            # builtins for this module only
             module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._import}
             self.modules[name] = module
             exec(compile(path.read_text(), str(path), "exec"), module.__dict__)

@@ -30,7 +30,7 @@ class Op:
         unary: its function of one array, if ScalarE has it as an activation.
         is_bitwise: whether it works on bits, of integers only.
         reduces: the NumPy reduction, if it may reduce.
-        valid: the inputs for which the activation is valid; of their magnitude if ``is_even``.
+        valid: the inputs for which the activation is valid; if ``is_even``, their magnitudes.
     """
 
     name: str
@@ -112,7 +112,7 @@ OPS: dict[str, Op] = {
 
 
 def need_op(operation: str, operand: str, op: object) -> Op:
-    """Return an operator token, or say what came instead."""
+    """Return an operator token, or raise an error that names the value."""
     require(isinstance(op, Op), operation, operand, "must be an operator of nl", op, PAGE)
     return op  # type: ignore[return-value]
 
@@ -132,12 +132,12 @@ def binary(operation: str, operand: str, op: object) -> Callable[..., Any]:
 
 
 def activate(operation: str, op: object, x: Array) -> Array:
-    """Apply an activation function to fp32 values, which must lie where it is valid."""
+    """Apply an activation function to fp32 values, which must be valid for it."""
     found = need_op(operation, "op", op)
     if found.valid is not None:
         low, high = found.valid
         size = np.abs(x) if found.is_even else x
-        # NaN goes through: it is not the function that made it
+        # NaN is accepted: the function does not cause it
         wrong = (size < low) | (size > high)
         require(
             not wrong.any(),

@@ -32,7 +32,7 @@ class ArraySpec:
 
 
 class Kernel:
-    """What ``nki.jit`` makes of a function; ``kernel[2]`` runs on a logical core of two."""
+    """A function after ``nki.jit``; ``kernel[2]`` runs on a logical core of two."""
 
     def __init__(
         self, function: Callable[..., Any], programs: int = 1, target: str | None = None
@@ -70,9 +70,9 @@ class Simulation:
     """A kernel bound to a target; calling it runs it. ``trace`` is the log of the last run.
 
     Attributes:
-        samples: of a run that does not compute, how many iterations of a loop of the device are
-            traced, evenly spaced, each standing for its share; 0 traces each body once even if
-            it does not run, which counts the instructions that a compiler gets; None traces all.
+        samples: how many iterations of a device loop a run without computing traces, evenly spaced,
+            each for its share. 0 traces each body once, even if it does not run, which counts the
+            instructions that are compiled; None traces all.
     """
 
     def __init__(self, kernel: Kernel, target: Target, *, strict: bool, execute: bool) -> None:
@@ -119,7 +119,7 @@ class Simulation:
         keywords = {n: wrap(n, x) for n, x in options.items()}
 
         def program(core: Machine) -> Any:
-            # NaN and infinities are results like others
+            # NaN and infinities are valid results
             with core, np.errstate(all="ignore"):
                 return function(*wrapped, **keywords)
 
@@ -176,7 +176,7 @@ class Simulation:
 
 
 def _check_room(cores: list[Machine]) -> None:
-    """Raise what did not fit by references, unless it fits by live ranges."""
+    """Raise if tiles that did not fit by references do not fit by live ranges either."""
     errors = [core.overflow for core in cores if core.overflow is not None]
     target = cores[0].target
     rooms = {"sbuf": target.sbuf_bytes, "psum": target.psum_banks}
@@ -225,10 +225,10 @@ def simulate(
         target: ``trn1``, ``trn2``, ``trn3`` or ``gen2``, ``gen3``, ``gen4``. Default: what
             ``nki.jit(platform_target=...)`` names, then ``NEURON_PLATFORM_TARGET_OVERRIDE``, then
             ``trn2``.
-        strict: reading memory that nothing wrote raises, and names the tensor; without it NaN,
-            or 4 among integers, spreads through the results. So do two programs of a logical core
-            that issue different instructions, or that registers steer differently.
-        execute: compute; without it a run is checked and logged, and returns shapes.
+        strict: reading unwritten memory raises an error that names the tensor; without ``strict``
+            NaN, or 4 for integers, spreads through the results. Two programs of a logical core that
+            issue different instructions, or that registers steer differently, also raise.
+        execute: compute; otherwise a run is checked and logged, and returns shapes.
     """
     wrapped = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     found = find_target(target or wrapped.target or default_target())

@@ -26,7 +26,7 @@ class Target:
         dma_rate: bytes per nanosecond that one of the DMA engines moves in practice, and
             ``dma_peak`` in theory.
         hbm_rate: bytes per nanosecond of HBM that one core gets when all cores read.
-        programs: cores of a logical core, unless it is configured.
+        programs: cores of a logical core by default.
         has_wide_matmul: whether a product may write more than one bank of PSUM.
     """
 
@@ -66,7 +66,7 @@ _MATMUL = frozenset({"float8_e4m3", "float8_e5m2", "bfloat16", "float16", "float
 GEN2 = Target(
     name="trn1",
     generation=2,
-    # in all of them, what is left to kernels
+    # the part that kernels may use; the same in all generations
     sbuf_bytes=180_224,
     moving_free={"float32": 512},
     clocks={"tensor": 2.8, "vector": 1.12, "scalar": 1.4, "gpsimd": 1.4},

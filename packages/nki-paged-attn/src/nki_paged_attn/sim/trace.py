@@ -1,4 +1,4 @@
-"""The log of a run: one record for each instruction, with what the cost model needs."""
+"""The log of a run: a record for each instruction, with the cost model's inputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Instruction:
         engine: ``tensor``, ``vector``, ``scalar``, ``gpsimd`` or ``dma``.
         elements: elements per partition that stream through the engine.
         stationary: free size of the stationary operand; partitions of a transposed tile.
-        form: what of the operands changes the cost, for instance ``fp32`` or ``both_sbuf``.
-        nbytes: bytes that a DMA moves, and ``rows`` its descriptors.
+        form: a property of the operands that changes the cost, such as ``fp32`` or ``both_sbuf``.
+        nbytes: bytes that a DMA moves; ``rows``: its descriptors.
         reads, writes: regions of memory, for dependences.
         hbm, is_store: the tensor in HBM that a DMA reads or writes, and whether it writes it.
         program: which of the logical core's two programs issued it.
-        times: how often it runs, where an iteration of a loop was logged for several.
+        times: how often it runs, if one iteration of a loop was logged for several.
     """
 
     op: str
@@ -42,7 +42,7 @@ class Instruction:
 
 
 class Tile(NamedTuple):
-    """Where a tile lies, its bytes a partition or its banks, and the program that has it."""
+    """A tile's memory, its bytes a partition or its banks, and the program that owns it."""
 
     region: str
     need: int
@@ -51,14 +51,14 @@ class Tile(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """All instructions of a run in program order, and what memory it took.
+    """All instructions of a run in program order, and the memory that it took.
 
     Attributes:
         target: name of the generation.
-        tiles: of each storage on the chip, what room it needs.
-        reuses: for each storage on the chip, those whose place it took.
-        loops: iterations of loops of the device: first and end instruction, and how many it stands
-            for; an inner loop's come before the outer's.
+        tiles: the room of each storage on the chip.
+        reuses: for each storage on the chip, the storages whose place it took.
+        loops: iterations of device loops: first and end instruction, and how many iterations it
+            stands for; an inner loop's come before the outer's.
         sbuf_peak, psum_peak: most bytes per partition, and most banks, in use at once.
     """
 
@@ -71,10 +71,10 @@ class Trace:
     psum_peak: int = 0
 
     def count(self, op: str) -> int:
-        """Return how many instructions of a name there are."""
+        """Return the number of instructions with a name."""
         return sum(i.op == op for i in self.instructions)
 
     def dma_bytes(self, hbm: str = "") -> int:
-        """Return the bytes that DMA moved, in all or to and from the HBM tensor of a name."""
+        """Return the bytes that DMA moved, in total or to and from the HBM tensor with a name."""
         found = sum(i.nbytes * i.times for i in self.instructions if not hbm or i.hbm == hbm)
         return round(found)

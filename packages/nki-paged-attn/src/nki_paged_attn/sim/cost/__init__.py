@@ -1,4 +1,4 @@
-"""What a run costs: engine cycles, DMA time, a schedule, and pages that show it."""
+"""The cost of a run: engine cycles, DMA time, a schedule, and pages that show it."""
 
 from .scheduling import schedule
 from .totals import Cost, cost

@@ -22,7 +22,7 @@ STRIDED = 2
 DESCRIPTOR_BYTES = 2048
 # cycles in which GpSimd writes a descriptor: 16 bytes for each side, a word a cycle (an assumption)
 DESCRIPTOR_CYCLES = 8
-# nanoseconds in which a sequencer has the hardware write the descriptors of a DMA
+# nanoseconds that a sequencer takes to start a DMA whose descriptors the hardware writes
 HARDWARE_DESCRIPTORS = 600.0
 # nanoseconds from a semaphore to the first byte
 DMA_LATENCY = 1300.0
@@ -62,8 +62,8 @@ def cycles(i: Instruction) -> int:
 def descriptor_time(nbytes: int, target: str | Target) -> float:
     """Return the nanoseconds that one DMA engine takes for a descriptor.
 
-    A fixed part, and the bytes at the engine's rate in theory. The fixed part is what makes
-    descriptors of 2 KiB come at the rate in practice; longer ones count as several.
+    The time is a fixed part, plus the bytes at the engine's theoretical rate. The fixed part is
+    chosen such that descriptors of 2 KiB reach the practical rate; longer ones count as several.
     """
     found = find_target(target)
     fixed = DESCRIPTOR_BYTES / found.dma_rate - DESCRIPTOR_BYTES / found.dma_peak
@@ -76,7 +76,7 @@ def dma_occupancy(i: Instruction, target: Target) -> float:
     rows = max(i.rows, 1)
     time = rows * descriptor_time(-(-i.nbytes // rows), target) / target.dma_engines
     if i.op == "dma_transpose":
-        # at best so much of the throughput: from HBM, and between tiles
+        # largest share of the throughput: from HBM, and between tiles
         time /= 0.9 if i.hbm else 0.5
     return max(time, i.nbytes / target.hbm_rate)
 

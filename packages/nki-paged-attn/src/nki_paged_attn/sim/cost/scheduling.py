@@ -13,9 +13,9 @@ from .durations import DMA_LATENCY, HARDWARE_DESCRIPTORS, descriptor_cycles, dur
 def schedule(trace: Trace, target: str | Target) -> list[tuple[Instruction, float, float]]:
     """Return (instruction, start, end) in nanoseconds.
 
-    Each engine runs its instructions in program order, and waits for what they read or overwrite.
-    A tile waits for the last use of the tiles whose place it takes. DMA has two queues, one for
-    what goes to HBM, so that results which are not there yet do not hold up what comes.
+    Each engine runs its instructions in program order, and waits for the data that they read or
+    overwrite. A tile waits for the last use of the tiles whose place it takes. DMA has two queues,
+    one of them for stores to HBM, so that stores that wait for results do not delay loads.
     """
     return run_schedule(trace, find_target(target))[0]
 
@@ -41,23 +41,23 @@ def run_schedule(
             ready = max(ready, _uses(memory, region[0], trace).when(region, writes_only=False))
         written = descriptor_cycles(i)
         if written:
-            # GpSimd writes the descriptors, once the indices are there
+            # GpSimd writes the descriptors once the indices are known
             gpsimd = (i.program, "gpsimd")
             ready = max(ready, free.get(gpsimd, 0.0)) + written / found.clocks["gpsimd"]
             free[gpsimd] = ready
         if "dynamic" in i.form:
-            # by SyncE, which does nothing else
+            # SyncE starts it, and does nothing else
             sync = (i.program, "sync")
             ready = max(ready, free.get(sync, 0.0)) + HARDWARE_DESCRIPTORS
             free[sync] = ready
         queue = (i.program, "out" if i.is_store else i.engine)
         start = max(ready, free.get(queue, 0.0))
         busy = start + duration(i, found)
-        # further transfers overlap the latency of one
+        # transfers overlap each other's latency
         end = busy + (DMA_LATENCY if i.engine == "dma" else 0.0)
         free[queue] = busy
         if i.op == "core_barrier":
-            # it waits for its own program, and neither goes on before both are there
+            # it waits for its own program, and then for the other one
             result.append((i, *barriers.meet(i.program)))
             continue
         for region in i.reads:
@@ -86,11 +86,11 @@ class _Barriers:
         self.ends: dict[int, float] = {}
         self.floor: dict[int, float] = {}
         self.program = 0
-        # of each program, when it came to each of the barriers that two have
+        # when each program arrived at each barrier of two programs
         self.arrivals: dict[int, list[float]] = {}
 
     def meet(self, program: int) -> tuple[float, float]:
-        """Come to a barrier of two programs; return when that was, and when they go on."""
+        """Arrive at a barrier of two programs; return the time of arrival and of departure."""
         now = self.ends.get(program, 0.0)
         own = self.arrivals.setdefault(program, [])
         own.append(now)
@@ -104,7 +104,7 @@ class _Barriers:
         return now, after
 
     def pass_to(self, number: int, program: int | None) -> float:
-        """Begin and end what does so before an instruction; return when that may start."""
+        """Begin and end iterations before an instruction; return when it may start."""
         while self.at < len(self.events) and self.events[self.at][0] <= number:
             _, begins, _, weight = self.events[self.at]
             self.at += 1
@@ -140,7 +140,7 @@ class _Uses:
         _, low, high = region
         self.last = max(self.last, end)
         if is_write:
-            # what a write covers can be waited for through the write
+            # later users wait for the write, which waited for the uses that it covers
             self.reads = [u for u in self.reads if not (low <= u[0] and u[1] <= high)]
             self.writes = [u for u in self.writes if not (low <= u[0] and u[1] <= high)]
             self.writes.append((low, high, end))

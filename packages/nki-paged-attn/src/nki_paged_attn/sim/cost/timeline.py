@@ -1,4 +1,4 @@
-"""A schedule over time: as one HTML file that needs nothing else, or as Chrome's trace events."""
+"""A schedule over time: as one self-contained HTML file, or as Chrome's trace events."""
 
 from __future__ import annotations
 

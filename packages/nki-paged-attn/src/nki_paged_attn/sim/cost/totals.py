@@ -17,15 +17,15 @@ class Cost:
     """What a trace costs on its target.
 
     Attributes:
-        instructions: that run, those of a loop in each of its iterations.
+        instructions: instructions that run; a loop's count in each of its iterations.
         cycles: of each engine; with two programs, those of the busier core.
         times: nanoseconds of each engine, and of DMA.
         dma_bytes: bytes moved by all programs.
-        bound: the engine that takes longest, and no schedule can beat.
+        bound: the engine that takes longest; no schedule is shorter.
         makespan: nanoseconds of an in-order schedule with the trace's dependences.
         sbuf_peak, psum_peak: bytes per partition and banks, at most.
-        busy: share of the makespan in which an engine works; of DMA, in which a transfer is under
-            way, its latency included, as AWS's profiler counts.
+        busy: share of the makespan in which an engine works; for DMA, in which a transfer is under
+            way, latency included, as AWS's profiler counts it.
     """
 
     target: str

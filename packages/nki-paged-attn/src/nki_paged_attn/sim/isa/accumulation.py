@@ -15,7 +15,7 @@ from .enums import reduce_cmd as Command
 
 
 def check_reduction(call: str, command: Command, result: NkiTensor | None, partitions: int) -> None:
-    """Check a command to VectorE's registers, and the tile that they are read out to."""
+    """Check a command to VectorE's registers, and the tile to which they are written."""
     check_enum(call, "reduce_cmd", command, Command)
     if result is None:
         return
@@ -42,12 +42,12 @@ def accumulate(
     """Combine with VectorE's shared accumulation registers, by a command.
 
     Args:
-        new: what to combine them with; None where nothing is computed.
-        neutral: what reset_reduce begins with, and ``loaded`` load_reduce, where there is one.
+        new: values to combine with the registers; None if nothing is computed.
+        neutral: start value of reset_reduce; ``loaded``: that of load_reduce, if there is one.
     """
     state, page = machine(), f"nki.isa.{call.removeprefix('nisa.')}, accumulator"
     if command == Command.idle:
-        # which may disturb them
+        # other instructions may change the registers
         state.vector_registers = None
         return None
     allowed = [Command.reset_reduce, Command.reduce]

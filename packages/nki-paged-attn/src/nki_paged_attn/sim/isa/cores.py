@@ -1,4 +1,4 @@
-"""What the two programs of a logical core do together."""
+"""Instructions that the two programs of a logical core run together."""
 
 from __future__ import annotations
 

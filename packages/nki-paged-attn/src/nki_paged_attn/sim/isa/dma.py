@@ -60,7 +60,7 @@ def dma_copy(
 
 
 def _needs_gpsimd(dst: NkiTensor, src: NkiTensor, mode: DgeMode) -> bool:
-    """Say whether GpSimd writes the descriptors; else hardware does, for one offset of all rows."""
+    """Return whether GpSimd writes the descriptors; for one offset of all rows hardware does."""
     by_row = any(x.indirection and x.indirection.per_partition for x in (dst, src))
     if by_row or mode == DgeMode.swdge:
         return True
@@ -144,14 +144,14 @@ def _indirect(
     """Move row by row, or all rows by one offset.
 
     Returns:
-        elements moved, descriptors, and the ranges of elements of the indirect side.
+        the elements moved, the descriptors, and the ranges of elements on the indirect side.
     """
     view, direct = (dst, src) if dst.is_indirect() else (src, dst)
     way = cast(Indirection, view.indirection)
     index = offsets(call, view)
     fits = (index >= 0) & (index < way.limit)
     if not machine().weight:
-        # a body that is traced though it does not run finds no indices
+        # a loop body that is traced without running has no indices
         fits, mode = np.zeros_like(fits), OobMode.skip
     require(
         bool(fits.all()) or mode == OobMode.skip,
@@ -177,7 +177,7 @@ def _indirect(
         starts = view._offset + chosen * way.stride + rows * view._strides[0]
         inner = _inner(view)
         last = int(starts.max() + inner.max())
-        # an index within bounds may still lead past the end, by the offset of the pattern
+        # the pattern's offset may lead past the end even if the index is within bounds
         require(
             last < view._storage.size,
             call,
@@ -193,7 +193,7 @@ def _indirect(
 
 
 def _ranges(starts: Array, length: int) -> list[tuple[int, int]]:
-    """Return the ranges that rows cover, neighbours as one."""
+    """Return the ranges that rows cover; adjacent ranges are joined."""
     found: list[tuple[int, int]] = []
     for start in sorted(starts.tolist()):
         if found and start <= found[-1][1]:
@@ -220,7 +220,7 @@ def _note(
     starts: Array,
     inner: Array,
 ) -> None:
-    """Note which elements of either side are read and written: those of rows that move."""
+    """Note the elements that are read and written on either side: those of rows that move."""
     for x in (src, dst):
         is_marked = x._storage.state is not None or x._storage.traffic is not None
         places = starts[:, None] + inner if is_marked else np.zeros(0, np.int64)
@@ -239,7 +239,7 @@ def _copy_rows(
     view: NkiTensor, direct: NkiTensor, rows: Array, starts: Array, inner: Array, *, gather: bool
 ) -> None:
     dtype = NUMPY[view.dtype]
-    # as bits: NumPy makes no windows of every dtype
+    # as bits, because NumPy makes windows of some dtypes only
     bits = np.dtype(f"u{dtype.itemsize}")
     data, other = view._storage.data, direct.array()
     if data is None or other is None:
@@ -318,10 +318,10 @@ def dma_transpose(
 
 
 def _check_direct(call: str, src: NkiTensor, mode: DgeMode) -> None:
-    """Check what the hardware's descriptors ask of a transpose.
+    """Check a transpose against the limits of hardware descriptors.
 
-    Until NKI 0.5 the last dimension had to be a multiple of 128, from 0.6 on it may be 128 at most:
-    128 is what all of them take.
+    Up to NKI 0.5 the last dimension had to be a multiple of 128; from 0.6 on it may be at most 128.
+    All versions accept 128.
     """
     page = f"{TRANSPOSE}, direct"
     require(
@@ -368,7 +368,7 @@ def _gather_transposed(
         mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode", "must be swdge", mode.name, page
     )
     require(src.itemsize == 2, call, "src", "must have a dtype of 2 bytes", src.dtype, page)
-    # at most 128 columns, because they become partitions
+    # columns become partitions: at most 128
     require(
         rows % 16 == 0 and 16 <= rows <= 128,
         call,
@@ -399,7 +399,7 @@ def _gather_transposed(
 
 
 def _row(x: NkiTensor) -> int:
-    """Elements that lie in one piece, as one descriptor moves them."""
+    """Return the contiguous elements that one descriptor moves."""
     piece = 1
     for stride, size in zip(reversed(x._strides), reversed(x.shape), strict=True):
         if stride != piece and size != 1:

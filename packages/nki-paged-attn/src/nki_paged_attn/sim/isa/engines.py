@@ -1,4 +1,4 @@
-"""What instructions of several engines share: the choice of one, its memories, the log."""
+"""What instructions of several engines share: choice of the engine, its memories, the log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def log(
     *form: str,
     also: NkiTensor | None = None,
 ) -> None:
-    """Log an instruction of one destination, and perhaps a reduction's result."""
+    """Log an instruction with one destination, and a reduction's result if there is one."""
     writes = (dst.region(),) if also is None else (dst.region(), also.region())
     machine().log(
         Instruction(
@@ -39,7 +39,7 @@ def log(
 
 
 def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
-    """Return the engine to run on, which must be one that the call allows."""
+    """Return the engine to run on; the call must allow it."""
     page = f"nki.isa.{call.removeprefix('nisa.')}"
     check_enum(call, "engine", engine, Engine)
     if engine == Engine.unknown:
@@ -51,7 +51,7 @@ def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
 
 
 def keep_from_psum(call: str, engine: str, **tiles: NkiTensor) -> None:
-    """GpSimd cannot reach PSUM."""
+    """Raise if GpSimd would access PSUM, which it cannot reach."""
     if engine == "gpsimd":
         for operand, tile in tiles.items():
             require(

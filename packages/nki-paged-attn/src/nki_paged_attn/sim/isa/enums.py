@@ -28,14 +28,14 @@ class reduce_cmd(IntEnum):
 
 
 class oob_mode(IntEnum):
-    """What an index out of bounds does: raise, or leave the row as it was."""
+    """Effect of an index out of bounds: raise, or skip the row."""
 
     error = 0
     skip = 1
 
 
 class dge_mode(IntEnum):
-    """Who writes the descriptors of a DMA."""
+    """The writer of a DMA's descriptors."""
 
     unknown = 0
     swdge = 1

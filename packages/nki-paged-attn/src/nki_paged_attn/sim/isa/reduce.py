@@ -87,7 +87,7 @@ def tensor_reduce(
     x = (read_raw if found.is_bitwise else read)(call, "data", data)
     if x is not None:
         with np.errstate(all="ignore"):
-            # one after the other, because not all of NumPy's take several
+            # dimension by dimension, because some NumPy reductions take one only
             for d in sorted(axes, reverse=True):
                 x = found.reduces(x, axis=d)  # type: ignore[misc]
         if not found.is_bitwise:

@@ -27,7 +27,7 @@ def _check_scalar(call: str, operand: str, x: object) -> NkiTensor:
 
 @named("nisa")
 def register_alloc(x: int | NkiTensor | None = None) -> VirtualRegister:
-    """Return a register with a number, or with what a (1, 1) tile holds; 0 by default."""
+    """Return a register with a number, or with the element of a (1, 1) tile; 0 by default."""
     found = VirtualRegister(0)
     if isinstance(x, NkiTensor):
         register_load(found, x)

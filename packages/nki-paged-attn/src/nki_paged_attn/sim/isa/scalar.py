@@ -1,4 +1,4 @@
-"""ScalarE: activation functions, with a scale, a bias and a sum along the way."""
+"""ScalarE: activation functions with a scale, a bias and an optional sum."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def activation(
     reduce_cmd: Command = Command.idle,
     name: str | None = None,
 ) -> None:
-    """``dst = op(data * scale + bias)`` in fp32; the sum of it may go to the reduce registers."""
+    """``dst = op(data * scale + bias)`` in fp32; its sum may go to the reduce registers."""
     _activate("nisa.activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
 
 

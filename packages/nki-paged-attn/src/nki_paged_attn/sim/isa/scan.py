@@ -209,7 +209,7 @@ def nc_stream_shuffle(
 def tensor_partition_reduce(
     dst: NkiTensor, op: Any, data: NkiTensor, name: str | None = None
 ) -> None:
-    """Reduce over the partitions, to one; on GpSimd."""
+    """Reduce over the partitions, to one partition; on GpSimd."""
     call, page = "nisa.tensor_partition_reduce", "nki.isa.tensor_partition_reduce"
     check_tile(call, "dst", dst, psum=False)
     check_tile(call, "data", data, psum=False)

@@ -45,7 +45,7 @@ def range_select(
     on_false_value: float = FP32_MIN,
     name: str | None = None,
 ) -> None:
-    """Keep elements whose index lies within bounds of their row; the row's maximum on the way."""
+    """Keep elements whose index is within their row's bounds; may return the row's maximum."""
     call, page = "nisa.range_select", "nki.isa.range_select"
     target = machine().target
     require(target.has_range_select, call, "target", "must be trn2 or newer", target.name, page)
@@ -137,7 +137,7 @@ def select_reduce(
     reverse_pred: bool = False,
     name: str | None = None,
 ) -> None:
-    """Choose by a predicate of small integers; the row's maximum on the way."""
+    """Choose by a predicate of small integers; may return the row's maximum."""
     call, page = "nisa.select_reduce", "nki.isa.select_reduce"
     for operand, tile in (("dst", dst), ("predicate", predicate), ("on_true", on_true)):
         check_tile(call, operand, tile)
@@ -202,7 +202,7 @@ def tensor_copy_predicated(
     reverse_pred: bool = False,
     name: str | None = None,
 ) -> None:
-    """Copy where a predicate holds; elsewhere ``dst`` stays as it was."""
+    """Copy where a predicate holds; elsewhere ``dst`` is unchanged."""
     call, page = "nisa.tensor_copy_predicated", "nki.isa.tensor_copy_predicated"
     check_tile(call, "dst", dst)
     check_tile(call, "predicate", predicate)
@@ -302,7 +302,7 @@ def affine_select(
     offset: int = 0,
     name: str | None = None,
 ) -> None:
-    """Keep elements where an affine pattern compares with 0 as asked."""
+    """Keep elements where the comparison of an affine pattern with 0 holds."""
     call, page = "nisa.affine_select", "nki.isa.affine_select"
     check_tile(call, "dst", dst, psum=False)
     check_tile(call, "on_true_tile", on_true_tile, psum=False)

@@ -29,7 +29,7 @@ from .enums import matmul_perf_mode
 
 MATMUL = "nki.isa.nc_matmul"
 TRANSPOSE = "nki.isa.nc_transpose"
-# products that passed, by dtypes and shapes
+# products that passed the checks, by dtypes and shapes
 _FOUND_RIGHT: set[tuple[Any, ...]] = set()
 
 
@@ -239,7 +239,7 @@ def _check_tiling(
 
 
 def _accumulation(call: str, dst: NkiTensor, accumulate: bool | None) -> Any:
-    """Return True to overwrite, False to add, or where to overwrite."""
+    """Return True to overwrite, False to add, or a mask of elements to overwrite."""
     if accumulate is False:
         return True
     state = dst._storage.state
@@ -322,7 +322,7 @@ def nc_transpose(
     if x is not None:
         x = x.reshape(parts, free)
         if by_tensor and not machine().target.has_exact_transpose:
-            # a product with the identity, where NaN and Inf reach their neighbours
+            # a product with the identity, in which NaN and Inf spread to their neighbours
             wide = x.astype(np.float32)
             if not np.isfinite(wide).all():
                 x = from_fp32(np.eye(parts, dtype=np.float32).T @ wide, NUMPY[data.dtype])

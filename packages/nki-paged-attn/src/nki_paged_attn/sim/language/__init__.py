@@ -35,7 +35,7 @@ shared_hbm = "shared_hbm"
 
 NKIObject = objects.NKIObject
 ds = DynamicSlice
-# loops run while a kernel is traced, so that all ranges are Python's
+# loops run while a kernel is traced, so all ranges are Python's
 affine_range = range
 sequential_range = range
 static_range = range
@@ -150,7 +150,7 @@ def num_programs(axis: int = 0) -> int:
 
 
 def program_ndim() -> int:
-    """Return the dimensions of the grid: one, or none without a grid."""
+    """Return the number of dimensions of the grid: 1, or 0 without a grid."""
     return 1 if machine().programs > 1 else 0
 
 

@@ -32,9 +32,9 @@ def fori_loop(
 ) -> None:
     """Call ``body_fun`` with a register for each number from ``lower`` up to, not, ``upper``.
 
-    What the body changes in memory stays; numbers of Python's own that it changes do not, on a
-    device, where the body is traced once. A run that does not compute may trace a few of the
-    iterations, each of which then stands for several: see ``Simulation.samples``.
+    Changes of memory by the body persist. Changes of Python numbers do not on a device, which
+    traces the body once. A run that does not compute may trace a few iterations, each of which then
+    stands for several: see ``Simulation.samples``.
     """
     call, page = "nl.fori_loop", "nki.language.fori_loop"
     require(callable(body_fun), call, "body_fun", "must be a function", body_fun, page)
@@ -69,7 +69,7 @@ def _sampled(numbers: range, samples: int | None) -> list[tuple[int, float]]:
     if samples is None:
         return [(i, 1.0) for i in numbers]
     if samples == 0:
-        # once whatever the bounds are, as a compiler does
+        # once for any bounds, like a compiler
         return [(numbers.start, float(len(numbers)))]
     count = min(samples, len(numbers))
     return [(numbers[i], len(numbers) / count) for i in _middles(len(numbers), count)]

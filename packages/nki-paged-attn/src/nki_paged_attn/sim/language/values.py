@@ -36,7 +36,7 @@ def _need_number(call: str, operand: str, x: Any) -> None:
 
 
 def _promote(tiles: list[NkiTensor]) -> str:
-    """Return the dtype of a result: the operands' one, or the widest of them."""
+    """Return the dtype of a result: the operands' dtype, or the widest of them."""
     kinds = {x.dtype for x in tiles}
     if len(kinds) == 1:
         return kinds.pop()
@@ -213,7 +213,7 @@ def where(condition: NkiTensor, x: Any, y: Any, dtype: str | None = None) -> Nki
 
 @named("nl")
 def transpose(x: NkiTensor, dtype: str | None = None) -> NkiTensor:
-    """Return a tile of two dimensions with them exchanged."""
+    """Return a tile with its two dimensions exchanged."""
     turned = new((x.free_size, x.shape[0]), x.dtype, "psum")
     isa.nc_transpose(turned, x, engine=isa.engine.tensor)
     out = new(turned.shape, dtype or x.dtype)
@@ -223,7 +223,7 @@ def transpose(x: NkiTensor, dtype: str | None = None) -> NkiTensor:
 
 @named("nl")
 def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
-    """Return ``x @ y`` in PSUM; with transpose_x, x is the stationary operand as it is."""
+    """Return ``x @ y`` in PSUM; transpose_x: x already is the stationary operand."""
     stationary = x if transpose_x else transpose(x)
     out = new((stationary.free_size, y.free_size), "float32", "psum")
     isa.nc_matmul(out, stationary, y)
@@ -232,7 +232,7 @@ def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
 
 @named("nl")
 def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
-    """Return a view with a dimension of one element more."""
+    """Return a view with one more dimension, of one element."""
     return x.expand_dim(axis)
 
 
@@ -281,7 +281,7 @@ def __getattr__(name: str) -> Any:
     raise NotModelledError(f"nl.{name} is not modelled [nki.language.{name}]")
 
 
-# what neuronxcc.nki had, and what takes its place
+# functions of neuronxcc.nki, and their replacements
 OLD = {
     "arange": "use slices, nl.ds or .ap()",
     "mgrid": "use slices, nl.ds or .ap()",

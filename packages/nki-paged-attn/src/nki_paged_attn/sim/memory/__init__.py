@@ -1,1 +1,1 @@
-"""Tensors and the memories in which they lie, registers, and the machine that has them."""
+"""Tensors, the memories in which they lie, registers, and the machine that owns them."""

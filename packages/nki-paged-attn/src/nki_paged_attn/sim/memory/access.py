@@ -16,7 +16,7 @@ from .tensor import AP_PAGE, MAX_COUNT, MAX_DIMS, MAX_FREE_DIMS, NkiTensor
 from .views import PAGE
 
 ARCH = "nki/guides/architecture"
-# patterns of tiles that passed: a kernel has few, and runs each many times
+# patterns of tiles that passed the checks: a kernel has few, and runs each many times
 MOST_KNOWN = 2**14
 _FOUND_RIGHT: set[tuple[tuple[int, ...], tuple[int, ...], int, int]] = set()
 
@@ -26,7 +26,7 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
     require(isinstance(x, NkiTensor), operation, operand, "must be a tensor", x, "nki.tensor")
     tensor: NkiTensor = x  # type: ignore[assignment]
     storage, state = tensor._storage, machine()
-    # tiles are a program's own, HBM is the logical core's
+    # each program has its own tiles; the logical core shares HBM
     owner: Any = storage.memory
     if (owner is not state) if storage.on_chip else (owner.core is not state.core):
         raise NkiValidationError(
@@ -38,7 +38,7 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
         )
     made = storage.iteration
     if made is not None and made.is_over:
-        # the body is traced once: the next iteration, and what is behind the loop, has no such tile
+        # the body is traced once: the tile is not there in the next iteration or after the loop
         raise NkiValidationError(
             operation,
             operand,
@@ -58,7 +58,7 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
 
 
 def check_enum(operation: str, operand: str, x: object, kind: type[Enum]) -> None:
-    """Check that an option is of its enumeration; neither a string nor a number will do."""
+    """Check that an option is a member of its enumeration, not a string or a number."""
     require(
         isinstance(x, kind),
         operation,
@@ -114,7 +114,7 @@ def check_tile(
 
 
 def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
-    """Check the access pattern of a tile, which DMA has to keep to as well."""
+    """Check the access pattern of a tile; its limits also apply to DMA."""
     require(
         2 <= tile.ndim <= MAX_DIMS,
         operation,
@@ -195,10 +195,10 @@ def check_vector(operation: str, operand: str, x: object, partitions: int) -> Nk
 
 
 def note_read(operation: str, operand: str, x: NkiTensor, places: Array | None = None) -> None:
-    """Check that what is about to be read was written, and by no other program.
+    """Check, before a read, that the memory was written, and by no other program.
 
     Args:
-        places: elements of the storage, if they are not those of the view.
+        places: elements of the storage, if other than the view's.
     """
     state, traffic, found = x._storage.state, x._storage.traffic, machine()
     if x._storage.lost:
@@ -237,7 +237,7 @@ def note_read(operation: str, operand: str, x: NkiTensor, places: Array | None =
 
 
 def read_raw(operation: str, operand: str, x: NkiTensor) -> Array | None:
-    """Return the elements of an operand; None where nothing is computed."""
+    """Return the elements of an operand; None if nothing is computed."""
     if not machine().execute:
         return None
     note_read(operation, operand, x)
@@ -257,7 +257,7 @@ def mark(
     places: Array | None = None,
     operand: str = "dst",
 ) -> None:
-    """Note who writes a tensor, or some elements of its storage, and check that it may."""
+    """Note the writer of a tensor, or of elements of its storage, and check that it may write."""
     storage, program = x._storage, machine().program
     first = 1 if x.is_indirect() else 0
     repeated = 0 in x._strides[first:] and any(
@@ -304,7 +304,7 @@ def write(operation: str, x: NkiTensor, value: Array | None) -> None:
     """Round a result to its destination, in the destination's shape."""
     mark(operation, x)
     if value is None:
-        # integers, which live without execution, are unknown from here on
+        # integers are kept without execution; this one is unknown from here on
         x._storage.data = None
         return
     destination = x.array()

@@ -1,7 +1,7 @@
 """Room on the chip by live ranges: a tile needs room from its first use to its last.
 
-A kernel may keep references to tiles longer than it uses them, as AWS's tutorials do, and their
-compiler gives the room to others.
+A kernel may keep references to tiles longer than it uses them, as AWS's tutorials do; AWS's
+compiler then gives the room to other tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..trace import Tile, Trace
 
 
 def place(trace: Trace, rooms: dict[str, int]) -> bool:
-    """Give tiles room by live ranges; set what takes whose place, and the peaks of a trace.
+    """Give tiles room by live ranges; set the trace's reuses and peaks.
 
     Args:
         rooms: bytes a partition of SBUF, and banks of PSUM.
@@ -28,7 +28,7 @@ def place(trace: Trace, rooms: dict[str, int]) -> bool:
             begins[first[storage]].append(storage)
             ends[last[storage]].append(storage)
         else:
-            # of what nothing uses, nobody knows when it may go
+            # no instruction uses it, so nothing ends its range
             live[tile.program, tile.region] += tile.need
     freed: dict[tuple[int, str], deque[int]] = defaultdict(deque)
     pooled: dict[tuple[int, str], int] = defaultdict(int)
@@ -61,7 +61,7 @@ def place(trace: Trace, rooms: dict[str, int]) -> bool:
 
 
 def _ranges(trace: Trace) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the numbers of the first and of the last instruction that use each tile."""
+    """Return the numbers of the first and the last instruction that use each tile."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     tiles: dict[int, Tile] = trace.tiles

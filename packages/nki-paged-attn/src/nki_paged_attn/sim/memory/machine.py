@@ -35,10 +35,10 @@ class Machine:
 
     Args:
         target: the generation.
-        strict: reading what was never written raises, and names the tensor.
-        execute: compute; otherwise only what is checked and logged without values.
-        programs: cores of the logical core; ``program`` is which of them this is.
-        first: the machine of program 0, whose log and shared HBM this one has, too.
+        strict: reading memory that was never written raises an error that names the tensor.
+        execute: compute; otherwise only check and log, without values.
+        programs: cores of the logical core; ``program``: number of this one.
+        first: the machine of program 0; this one shares its log and HBM.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Machine:
         self.execute = execute
         self.programs = programs
         self.program = 0 if first is None else 1
-        # of a logical core, the machine of program 0
+        # the machine of program 0 of the logical core
         self.core: Machine = first or self
         self.trace: Trace = Trace(target.name) if first is None else first.trace
         self.shared: list[Storage] = [] if first is None else first.shared
         self.turns: Turns = Turns() if first is None else first.turns
-        # of a loop's iterations, how many to trace; all without
+        # how many iterations of a loop to trace; None: all
         self.samples: int | None = None if first is None else first.samples
         self.weight = 1.0
-        # of the innermost loop of the device that runs
+        # iteration of the innermost device loop that runs
         self.iteration: Iteration | None = None
         self.shared_used = 0
         # the first tile that did not fit by references
         self.overflow: NkiValidationError | None = None
-        # what registers decided: bounds of loops, and whether they go on
+        # decisions of registers: bounds of loops, and whether loops continue
         self.branches: list[int] = []
         # tensors at explicit addresses
         self.placed: weakref.WeakSet[Storage] = weakref.WeakSet()
@@ -77,7 +77,7 @@ class Machine:
         self.vector_registers: Array | None = None
         self.sbuf_live = 0
         self.psum_live = 0
-        # places that were given back, the oldest first, and the bytes or banks of each
+        # places that were freed, the oldest first, and the bytes or banks of each
         self.freed: dict[str, deque[tuple[int, int]]] = {"sbuf": deque(), "psum": deque()}
         self.pooled = {"sbuf": 0, "psum": 0}
 
@@ -158,7 +158,7 @@ class Machine:
                 page,
             )
         except NkiValidationError as error:
-            # by references; the end of the run shows whether it fits by live ranges
+            # does not fit by references; the end of the run checks live ranges
             self.overflow = self.overflow or error
         # fresh room first, then what was freed longest ago: rotation, as double buffers do
         taken = []
@@ -176,7 +176,7 @@ class Machine:
             self.trace.sbuf_peak = max(self.trace.sbuf_peak, self.sbuf_live)
 
     def _take_address(self, storage: Storage, address: tuple[int, int]) -> None:
-        """Put a tensor at (first partition, byte); others there lose what it overwrites."""
+        """Put a tensor at (first partition, byte); writes to it overwrite other tensors there."""
         target, page = self.target, "nki.language.ndarray, address"
         partition, start = address
         nbytes = storage.partition * storage.itemsize
@@ -218,7 +218,7 @@ class Machine:
             self.trace.sbuf_peak = max(self.trace.sbuf_peak, start + nbytes)
 
     def overwrite(self, storage: Storage, start: int, end: int) -> None:
-        """Note that bytes of a tensor at an address were written, which others there lose."""
+        """Note that bytes of a tensor at an address were written: other tensors there lose them."""
         storage.lost = [x for x in storage.lost if not (start <= x[0] and x[1] <= end)]
         low = storage.address[1]  # type: ignore[index]
         for other in self.placed:
@@ -228,7 +228,7 @@ class Machine:
                 other.lost.append((first - at, last - at, storage.name))
 
     def release(self, storage: Storage) -> None:
-        """Take back the room of a tensor that nothing refers to any more."""
+        """Free the room of a tensor without references."""
         if storage.address is not None:
             return
         need = self.place(storage)
@@ -242,7 +242,7 @@ class Machine:
     def _fill(self, storage: Storage) -> None:
         if storage.region == "psum" or (self.strict and self.execute):
             storage.state = Marks(storage.nbytes, storage.itemsize)
-        # indices are data that shape a run, so integers live without execution, too
+        # indices shape a run, so integers are kept even without execution
         if self.execute or storage.dtype in ("int32", "uint32"):
             storage.data = np.empty(storage.nbytes, np.uint8)
             poison(storage.data.view(NUMPY[storage.dtype]))

@@ -1,4 +1,4 @@
-"""What is known of each piece of a memory: who wrote it, and who reads it."""
+"""Marks of each unit of a memory: who wrote it, and who read it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from ..dtypes import Array
 
-# who wrote: nobody, TensorE, or anything else
+# writer of an element: none, TensorE, or another engine
 UNWRITTEN, BY_MATMUL, BY_OTHERS = 0, 1, 2
-# of shared HBM: bits for what each program of a logical core wrote and read
+# bits of shared HBM: which program of a logical core wrote and read it
 WROTE, READ = (1, 2), (4, 8)
 
 
 class Strided(Protocol):
-    """What marks ask of a view: its place in the memory, counted in its elements."""
+    """A view as marks need it: its place in the memory, counted in its elements."""
 
     shape: tuple[int, ...]
     _offset: int
@@ -31,7 +31,7 @@ class Marks:
 
     Args:
         nbytes: of the memory.
-        unit: bytes of an element, to begin with.
+        unit: bytes of an element at the start.
     """
 
     __slots__ = ("unit", "values")

@@ -1,4 +1,4 @@
-"""A piece of memory: its bytes, and what is known of them."""
+"""A piece of memory: its bytes and their marks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ids = itertools.count()
 
 
 class Memory(Protocol):
-    """Whoever made room for a piece."""
+    """The owner of a piece's room."""
 
     def release(self, storage: Storage) -> None:
-        """Take back the room of a piece that nothing refers to any more."""
+        """Free the room of a piece without references."""
 
 
 class Iteration:
-    """A turn of a loop of the device, and whether it is over."""
+    """An iteration of a loop of the device, and whether it is over."""
 
     __slots__ = ("is_over",)
 
@@ -32,15 +32,15 @@ class Storage:
     """A piece of memory: bytes in row-major order, the partition first on the chip.
 
     Attributes:
-        data: the bytes; None where nothing is computed.
-        state: who wrote each element, where that matters.
+        data: the bytes; None if nothing is computed.
+        state: the writer of each element, if that matters.
         traffic: of shared HBM, which programs wrote and read each element.
         address: (first partition, byte), if the kernel chose one.
-        lost: of such a tensor, bytes that another one there overwrote: start, end, who.
-        iteration: in which it was made, if in a loop of the device.
+        lost: bytes that another tensor at an address overwrote: start, end, and that tensor.
+        iteration: the iteration in which it was made, in a loop of the device.
         is_argument: whether it is an argument of the kernel.
         is_constant: whether it is an argument that may not be written.
-        is_changed: whether anything wrote it.
+        is_changed: whether it was written.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Storage:
 
     def __init__(self, memory: Memory, name: str, shape: tuple[int, ...], dtype: str, region: str):
         self.id = next(_ids)
-        # of one that could not be made there is nothing to release
+        # allocation failed: there is nothing to release
         self.memory: Memory | None = None
         self.name = name or f"{region}_{self.id}"
         self.shape = shape
@@ -101,7 +101,7 @@ class Storage:
         return nbytes
 
     def overlaps(self, other: Storage, start: int, end: int) -> bool:
-        """Say whether it shares memory with bytes ``start`` to ``end`` of another, by address."""
+        """Return whether, by address, it overlaps bytes ``start`` to ``end`` of another."""
         if self.address is None or other.address is None or self.region != other.region:
             return False
         partition, at = self.address

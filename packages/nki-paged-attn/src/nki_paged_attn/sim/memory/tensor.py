@@ -15,9 +15,9 @@ from .virtual import VirtualRegister
 
 AP_PAGE = "nki/deep-dives/nki-aps"
 MAX_DIMS = 5
-# a partition hands over so many bytes at a time: nki/guides/architecture, SBUF
+# bytes that a partition transfers at a time: nki/guides/architecture, SBUF
 STRIDE_BYTES = 16
-# of what an engine reads or writes, besides the partition
+# dimensions that an engine reads or writes, besides the partition
 MAX_FREE_DIMS = 3
 # counts of an access pattern are 16-bit numbers
 MAX_COUNT = 32767
@@ -67,8 +67,8 @@ class NkiTensor(View):
     ) -> NkiTensor:
         """Return an explicit access pattern, ``[[stride, count], ...]``, over the storage.
 
-        A run-time index is scaled by the stride of ``indirect_dim`` in this tensor's own shape,
-        whatever the first stride of the pattern is.
+        A run-time index is scaled by the stride of ``indirect_dim`` in this tensor's own shape, not
+        by the first stride of the pattern.
 
         Args:
             offset: of the first element, from the start of the storage. Default: this view's own.
@@ -133,7 +133,7 @@ class NkiTensor(View):
         return self._moved("nl.ds", dim, index.start, index.size)
 
     def _moved(self, call: str, dim: int, index: Any, size: int) -> NkiTensor:
-        """Return ``size`` elements of a dimension, from an index on that is known at run time."""
+        """Return ``size`` elements of a dimension, from an index that is known at run time."""
         self._dimension(call, dim)
         require(
             not self.is_indirect(),
@@ -264,7 +264,7 @@ class NkiTensor(View):
     # contents
 
     def array(self) -> Array | None:
-        """Return the elements as a NumPy view; None where nothing is computed."""
+        """Return the elements as a NumPy view; None if nothing is computed."""
         data = self._storage.data
         if data is None:
             return None

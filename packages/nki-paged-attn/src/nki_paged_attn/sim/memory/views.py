@@ -1,4 +1,4 @@
-"""Views of a storage: shape, strides and offset, and the methods that make one of another.
+"""Views of a storage: shape, strides and offset, and methods that derive further views.
 
 The methods are those of page ``nki.tensor`` (NkiTensor).
 """
@@ -174,7 +174,7 @@ class View:
     def _keep_two(self, items: list[Any]) -> None:
         """Turn integers among the indices into slices, so that a tile keeps two dimensions.
 
-        The partition dimension always stays, and the last of the others that would go.
+        The partition dimension stays, and so does the last dimension that would be removed.
         """
         places = [d for d, item in enumerate(items) if is_integer(item)]
         kept = {0} & set(places)
@@ -190,7 +190,7 @@ class View:
         return self.slice(dim, index.start, index.start + index.size)
 
     def slice(self: T, dim: int, start: int, end: int, step: int = 1) -> T:
-        """Return elements ``start`` to ``end`` of a dimension, which it may not leave."""
+        """Return elements ``start`` to ``end`` of a dimension; both must be within it."""
         self._dimension("slice", dim, free=self.is_indirect())
         size = self.shape[dim]
         known = is_integer(start) and is_integer(end) and is_integer(step)
@@ -278,7 +278,7 @@ class View:
         return self.select(dim, 0)
 
     def flatten_dims(self: T, start_dim: int, end_dim: int) -> T:
-        """Merge dimensions that lie one behind the other in memory."""
+        """Merge dimensions that are contiguous in memory."""
         self._dimension("flatten_dims", start_dim)
         self._need_dimension("flatten_dims", "end_dim", end_dim, least=start_dim)
         shape, strides = list(self.shape), list(self._strides)
@@ -427,11 +427,11 @@ class View:
         return [[s, n] for s, n in zip(self._strides, self.shape, strict=True)]
 
     def is_indirect(self) -> bool:
-        """Say whether a run-time offset is part of the view."""
+        """Return whether a run-time offset is part of the view."""
         return self.indirection is not None
 
     def is_contiguous(self) -> bool:
-        """Say whether the elements lie in row-major order; on the chip within a partition."""
+        """Return whether the elements lie in row-major order; on the chip within a partition."""
         expected = 1
         first = 1 if self._storage.on_chip or self.is_indirect() else 0
         for d in range(self.ndim - 1, first - 1, -1):
@@ -460,7 +460,7 @@ class View:
 
 
 def _from_end(index: Any, size: int) -> Any:
-    """Return an index that counts from the end, where it is negative, from the start."""
+    """Return an index counted from the start; negative ones count from the end."""
     return index + size if is_integer(index) and index < 0 else index
 
 

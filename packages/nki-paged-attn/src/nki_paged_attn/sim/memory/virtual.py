@@ -14,8 +14,8 @@ class VirtualRegister:
     """A scalar that is known at run time only; ``nisa.register_alloc`` makes one.
 
     Attributes:
-        value: the number; None where nothing is computed and the number is data.
-        is_frozen: whether it counts a loop, and may not be written.
+        value: the number; None if it is data and nothing is computed.
+        is_frozen: whether it is a loop's counter, which may not be written.
     """
 
     __slots__ = ("is_frozen", "value")
