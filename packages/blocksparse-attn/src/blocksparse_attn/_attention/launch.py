@@ -17,15 +17,24 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from .._linked.host.forms import interpreted
-from .._linked.launch.runtime import aligned, dense, first_columns, token_strides, widened
+from .._linked.host.forms import Memory, interpreted
+from .._linked.launch.entries import flat
+from .._linked.launch.runtime import (
+    MAX_COUNTS,
+    aligned,
+    dense,
+    first_columns,
+    token_strides,
+    widened,
+)
+from .._linked.portable.primitives import Strides
 from . import tiles as attention_tiles
 from .call import Bounds, Common, Options, Pattern, Tensors, Walks
-from .portable import structures
+from .portable import arguments
+from .portable.arguments import RowNumbers, RowOptions, RowTensors
 from .portable.attention import attention_kernel
 from .portable.backward_rows import row_kernel
 from .portable.form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
-from .portable.structures import Numbers, RowNumbers, RowOptions, RowTensors
 from .tiles import (
     SHORT,
     backward_dkdv_tile,
@@ -116,12 +125,10 @@ class TallForward:
     def arguments(
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
     ) -> Arguments:
-        queries = self._queries
+        queries, table = self._queries, dense(x.block_table)
         tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
-        tensors, numbers = _forward_arguments(
-            self._form, queries, x, walk, (out, None, lse, None, None), tiles
-        )
-        return queries.programs(tiles), tensors, numbers
+        tensors = _tensors_of(x, walk, out, lse_ptr=lse, block_table_ptr=table)
+        return queries.programs(tiles), tensors, queries.numbers(x, tiles, table=table)
 
 
 class Split:
@@ -172,11 +179,18 @@ class ShortForward:
         fills: bool,
     ) -> Arguments:
         """Return the arguments of the launch; ``fills``: it also writes the rows of padding."""
-        written = out, None, lse, *split.parts
-        tensors, numbers = _forward_arguments(
-            self._form, self._queries, x, walk, written, split.tiles, split.splits, fills
+        table = dense(x.block_table)
+        (part_out, part_lse), grid = split.parts, split.programs * split.splits
+        tensors = _tensors_of(
+            x,
+            walk,
+            out,
+            lse_ptr=lse,
+            part_out_ptr=part_out,
+            part_lse_ptr=part_lse,
+            block_table_ptr=table,
         )
-        return split.programs * split.splits, tensors, numbers
+        return grid, tensors, self._queries.numbers(x, split.tiles, split.splits, fills, table)
 
 
 def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool = False) -> Any:
@@ -186,43 +200,24 @@ def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool 
     return launch_on(attention_kernel, queries.tile, constants)
 
 
-def _forward_arguments(
-    form: Form,
-    queries: QueryTiles,
-    x: Tensors,
-    walk: tuple[Tensor, ...],
-    written: tuple[Tensor | None, ...],
-    tiles: int,
-    splits: int = 1,
-    fills: bool = False,
-) -> tuple[structures.Tensors, Numbers]:
-    table = dense(x.block_table)
-    offsets = x.cu_seqlens_q, x.cu_seqlens_k
-    read = x.q, x.k, x.v, None, None, None
-    tensors = structures.Tensors(*read, *written, *walk, *offsets, table, x.rule)
-    numbers = _numbers_of(
-        form,
-        x,
-        (tiles, queries.span(x.k.shape[-3]), splits, int(fills)),
-        (queries.list_rows, queries.list_stride, form.extent_k),
-        0 if table is None else table.stride(0),
-    )
-    return tensors, numbers
-
-
-def _numbers_of(
-    form: Form,
-    x: Tensors,
-    grid: tuple[int, ...],
-    lists: tuple[int, ...],
-    stride_table: int = 0,
-    strides: tuple[int, ...] = (0, 0, 0),
-) -> Numbers:
-    """Return the numbers of a launch; ``strides`` are the strides of dout."""
-    sizes = form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3]
-    tables = stride_table, rule_stride(x)
-    return Numbers(
-        form.options.softmax_scale, *sizes, *grid, *lists, *tables, *strides, *form.strides
+def _tensors_of(
+    x: Tensors, walk: tuple[Tensor, ...], out: Tensor, **others: Tensor | None
+) -> arguments.Tensors:
+    """Return the tensors of a launch of ``attention_kernel``; ``others`` are further fields."""
+    begin, whole, items, members = walk
+    return arguments.Tensors(
+        q_ptr=x.q,
+        k_ptr=x.k,
+        v_ptr=x.v,
+        out_ptr=out,
+        begin_ptr=begin,
+        whole_ptr=whole,
+        items_ptr=items,
+        members_ptr=members,
+        cu_seqlens_q_ptr=x.cu_seqlens_q,
+        cu_seqlens_k_ptr=x.cu_seqlens_k,
+        rule_ptr=x.rule,
+        **others,
     )
 
 
@@ -232,7 +227,12 @@ class BackwardPlan:
     def __init__(self, form: Form) -> None:
         self._form = form
         constants = form.constants
-        options = RowOptions(constants.HEAD_DIM_V, constants.BLOCK_DV, constants.ROW_BYTES_V, ROWS)
+        options = RowOptions(
+            HEAD_DIM_V=constants.HEAD_DIM_V,
+            BLOCK_DV=constants.BLOCK_DV,
+            ROW_BYTES_V=constants.ROW_BYTES_V,
+            BLOCK=ROWS,
+        )
         # without a gradient of the LSE, and with one
         self._rows = tuple(
             launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
@@ -243,6 +243,9 @@ class BackwardPlan:
         self._keys = launch_on(attention_kernel, self._key_tile, by_key)
         queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
         self._dq = launch_on(attention_kernel, queries.tile, queries.constants)
+        # grid and numbers of the launches for rows and for keys
+        self._work: Memory[tuple[int, tuple[float, ...], int, tuple[float, ...]]]
+        self._work = Memory(MAX_COUNTS)
 
     @functools.cached_property
     def _hopper(self) -> Any:
@@ -284,49 +287,47 @@ class BackwardPlan:
         self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         """Write the gradients with the portable kernels."""
-        form, lse = self._form, rows.lse_ptr
+        dout, queries = Strides(*token_strides(rows.dout_ptr)), self._queries
         tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
-        strides = token_strides(rows.dout_ptr)
-        offsets = x.cu_seqlens_q, x.cu_seqlens_k
-        read = x.q, x.k, x.v, rows.dout_ptr, rows.lse2_ptr, rows.delta_ptr
-        self._rows[rows.dlse_ptr is not None](
-            cdiv(lse.numel(), ROWS),
-            rows,
-            RowNumbers(lse.shape[-1], lse.numel(), *strides, form.heads_q),
-        )
-        tile = self._key_tile
-        tiles = form.tiles_k(tokens_k, tile.block_n)
-        list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
-        list_stride = form.lists_apart(form.heads_k * list_rows, list_rows)
-
-        self._keys(
-            tiles * form.heads_k * form.grid_batch,
-            structures.Tensors(
-                *read, dk, dv, None, None, None, *walks.by_key, *offsets, None, x.rule
-            ),
-            _numbers_of(
-                form,
-                x,
-                (tiles, form.span_k(tokens_q), 1, 0),
-                (list_rows, list_stride, form.extent_q),
-                strides=strides,
-            ),
-        )
-        queries = self._queries
-        tiles, span = queries.count(tokens_q, tokens_k), queries.span(tokens_k)
+        counts = tokens_q, tokens_k, dout, rule_stride(x)
+        work = self._work.get(counts) or self._work.keep(counts, self._count(*counts))
+        row_grid, row_numbers, key_grid, key_numbers = work
+        self._rows[rows.dlse_ptr is not None](row_grid, rows, row_numbers)
+        read = {
+            "dout_ptr": rows.dout_ptr,
+            "lse2_ptr": rows.lse2_ptr,
+            "delta_ptr": rows.delta_ptr,
+        }
+        self._keys(key_grid, _tensors_of(x, walks.by_key, dk, dv_ptr=dv, **read), key_numbers)
+        tiles = queries.count(tokens_q, tokens_k)
         self._dq(
             queries.programs(tiles),
-            structures.Tensors(
-                *read, dq, None, None, None, None, *walks.by_query, *offsets, None, x.rule
-            ),
-            _numbers_of(
-                form,
-                x,
-                (tiles, span, 1, 0),
-                (queries.list_rows, queries.list_stride, form.extent_k),
-                strides=strides,
-            ),
+            _tensors_of(x, walks.by_query, dq, **read),
+            queries.numbers(x, tiles, dout=dout),
         )
+
+    def _count(
+        self, tokens_q: int, tokens_k: int, dout: Strides, rule_stride: int
+    ) -> tuple[int, tuple[float, ...], int, tuple[float, ...]]:
+        """Return grid and numbers of the launch for rows, then those of the launch for keys."""
+        form, tile = self._form, self._key_tile
+        rows = form.grid_batch * form.heads_q * tokens_q
+        tiles = form.tiles_k(tokens_k, tile.block_n)
+        list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
+        numbers = form.numbers(
+            tokens_q,
+            tokens_k,
+            tiles=tiles,
+            span=form.span_k(tokens_q),
+            list_rows=list_rows,
+            list_stride=form.lists_apart(form.heads_k * list_rows, list_rows),
+            extent=form.extent_q,
+            dout=dout,
+            rule_stride=rule_stride,
+        )
+        of_rows = RowNumbers(tokens_q=tokens_q, rows=rows, dout=dout, heads_q=form.heads_q)
+        grid = tiles * form.heads_k * form.grid_batch
+        return cdiv(rows, ROWS), flat(of_rows), grid, numbers
 
 
 def launch_forward(x: Tensors, walks: Walks, call: Common) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from attn_common import Platform
 from blocksparse_attn._attention import ops, tiles
 from blocksparse_attn._attention.eager import attention_forward
-from blocksparse_attn._attention.hopper.structures import BackwardNumbers, BackwardTensors
+from blocksparse_attn._attention.hopper.arguments import BackwardNumbers, BackwardTensors
 from blocksparse_attn._attention.tiles import suits_hopper_backward
 from blocksparse_attn._layout import lists
 

@@ -7,11 +7,18 @@ import time
 
 import pytest
 import torch
-from attn_common import cdiv, detect
+from attn_common import cdiv, detect, next_power_of_2
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._attention.hopper.backward.launch import PIECE, ROWS, HopperBackward
+from blocksparse_attn._attention.portable.arguments import (
+    NO_STRIDES,
+    RowNumbers,
+    RowOptions,
+    RowTensors,
+)
 from blocksparse_attn._attention.portable.backward_rows import row_kernel
-from blocksparse_attn._attention.portable.structures import RowNumbers, RowOptions, RowTensors
+from blocksparse_attn._linked.launch.entries import flat
+from blocksparse_attn._linked.portable.primitives import Strides
 
 from ..._linked.budget import assert_same
 from ..._linked.views import VIEWS
@@ -27,6 +34,26 @@ from ..._numerics import (
 )
 
 # ---- sums, which lie in the order of the accumulators' registers
+
+NOTHING = RowTensors(*[None] * 6)
+
+
+def options_of(head_dim, head_dim_v, width, **others):
+    """Return the constants of a launch for blocks of 64 tokens, of one list per key head."""
+    wide_v = next_power_of_2(head_dim_v)
+    options = RowOptions(
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        BLOCK_DV=wide_v,
+        ROW_BYTES_V=16,
+        BLOCK=ROWS,
+        PER_HEAD=True,
+        TOKENS=64,
+        WIDTH=width,
+        WIDTH_V=wide_v,
+        PIECE=PIECE,
+    )
+    return options._replace(**others)
 
 
 def in_order(sums):
@@ -60,18 +87,36 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, waits, device):
         )
     )
     parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
-    summed = dq_sums, *sums, dq, dk, dv
     # of walks that have ended
     counters = torch.zeros(heads_k, dtype=torch.int32, device=device) if waits else None
-    tensors = *[None] * 6, parts, *[None] * 3, counters, *summed
-    slots = heads_q * tiles, heads_k * 2
+    tensors = NOTHING._replace(
+        parts_ptr=parts,
+        counters_ptr=counters,
+        dq_sums_ptr=dq_sums,
+        dk_sums_ptr=sums[0],
+        dv_sums_ptr=sums[1],
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+    )
     numbers = RowNumbers(
-        tokens_q, 0, 0, 0, 0, heads_q, 0.5, 1, heads_k, tokens_k, tiles, 2, 3, *slots
+        tokens_q=tokens_q,
+        rows=0,
+        dout=NO_STRIDES,
+        heads_q=heads_q,
+        scale=0.5,
+        batch=1,
+        heads_k=heads_k,
+        tokens_k=tokens_k,
+        tiles_q=tiles,
+        tiles_k=2,
+        list_pieces=3,
+        slots_q=heads_q * tiles,
+        slots_k=heads_k * 2,
     )
-    options = RowOptions(
-        head_dim_v, 128, 16, ROWS, True, head_dim, True, False, 64, block_d, 128, PIECE
-    )
-    row_kernel[(sum(slots),)](*tensors, *numbers, OPTIONS=options, num_warps=4)
+    options = options_of(head_dim, head_dim_v, block_d, ROUNDS=True)
+    grid = numbers.slots_q + numbers.slots_k
+    row_kernel[(grid,)](*tensors, *flat(numbers), OPTIONS=options, num_warps=4)
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
@@ -94,20 +139,38 @@ def test_sums_wait_for_the_walks_of_their_head(pending, device):
     counters = torch.zeros(batch * heads_k, dtype=torch.int32, device=device)
     counters[pending] += -1  # as it is raised: a kernel is not loaded while another one waits
     slots = batch * heads_q * tiles
-    numbers = RowNumbers(
-        tokens, 0, 0, 0, 0, heads_q, 1.0, batch, heads_k, tokens, tiles, tiles, 0, slots
-    )
     # of keys there are none
-    keys = dq_sums, dq_sums, dq, dq, dq
-    tensors = *[None] * 6, counters, None, None, None, counters, dq_sums, *keys
-    options = RowOptions(dim, 64, 16, ROWS, True, dim, True, False, 64, 64, 64, PIECE)
+    numbers = RowNumbers(
+        tokens_q=tokens,
+        rows=0,
+        dout=NO_STRIDES,
+        heads_q=heads_q,
+        scale=1.0,
+        batch=batch,
+        heads_k=heads_k,
+        tokens_k=tokens,
+        tiles_q=tiles,
+        tiles_k=tiles,
+        slots_q=slots,
+    )
+    tensors = NOTHING._replace(
+        parts_ptr=counters,
+        counters_ptr=counters,
+        dq_sums_ptr=dq_sums,
+        dk_sums_ptr=dq_sums,
+        dv_sums_ptr=dq_sums,
+        dq_ptr=dq,
+        dk_ptr=dq,
+        dv_ptr=dq,
+    )
+    options = options_of(dim, dim, 64, ROUNDS=True)
     want = in_order(dq_sums).transpose(3, 4).reshape(batch, heads_q, tokens, dim)
     want = want.transpose(1, 2).half()
     waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
     dq.clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(waiting):
-        row_kernel[(slots,)](*tensors, *numbers, OPTIONS=options, num_warps=4)
+        row_kernel[(slots,)](*tensors, *flat(numbers), OPTIONS=options, num_warps=4)
     time.sleep(0.1)
     with torch.cuda.stream(other):
         seen = dq.clone()
@@ -129,19 +192,41 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     heads_q, heads_k, tiles_q = 4, 2, 3
     out = torch.zeros(1, tokens_q, heads_q, 64, device=device).half()
     lse = torch.zeros(1, heads_q, tokens_q, device=device)
-    rows = RowTensors(out, out, lse, None, torch.empty_like(lse), torch.empty_like(lse))
-    numbers = tokens_q, lse.numel(), *out.stride()[:3]
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     dq_sums = torch.full((heads_q, tiles_q, 64 * 64), math.nan, device=device)
     sums = [torch.full((heads_k, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
     grid, pieces = max(cdiv(lse.numel(), ROWS), heads_k * 3), dq_sums.numel() // PIECE
     numbers = RowNumbers(
-        *numbers, heads_q, 1.0, 1, heads_k, 150, 0, 3, 4, 0, heads_k * 3, cdiv(pieces, grid), pieces
+        tokens_q=tokens_q,
+        rows=lse.numel(),
+        dout=Strides(*out.stride()[:3]),
+        heads_q=heads_q,
+        scale=1.0,
+        batch=1,
+        heads_k=heads_k,
+        tokens_k=150,
+        tiles_k=3,
+        list_pieces=4,
+        slots_k=heads_k * 3,
+        share=cdiv(pieces, grid),
+        pieces=pieces,
     )
-    options = RowOptions(64, 64, 16, ROWS, False, 64, True, False, 64, 64, 128, PIECE)
-    tensors = *rows[:6], parts, *[None] * 4, dq_sums, *sums, None, None, None
-    row_kernel[(grid,)](*tensors, *numbers, OPTIONS=options, num_warps=4)
-    for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
+    tensors = RowTensors(
+        out_ptr=out,
+        dout_ptr=out,
+        lse_ptr=lse,
+        dlse_ptr=None,
+        delta_ptr=delta,
+        lse2_ptr=lse2,
+        parts_ptr=parts,
+        dq_sums_ptr=dq_sums,
+        dk_sums_ptr=sums[0],
+        dv_sums_ptr=sums[1],
+    )
+    options = options_of(64, 64, 64, WIDTH_V=128)
+    row_kernel[(grid,)](*tensors, *flat(numbers), OPTIONS=options, num_warps=4)
+    for filled in (dq_sums, delta, lse2):
         assert not filled.any()
     for given in sums:
         cleared = ~given.isnan().any(2)

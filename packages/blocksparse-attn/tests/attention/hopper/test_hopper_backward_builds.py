@@ -11,8 +11,8 @@ from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._attention import tiles
 from blocksparse_attn._attention.call import Options, Pattern, Tensors
 from blocksparse_attn._attention.hopper.backward.launch import HopperBackward
+from blocksparse_attn._attention.portable.arguments import RowTensors
 from blocksparse_attn._attention.portable.form import Form
-from blocksparse_attn._attention.portable.structures import RowTensors
 from blocksparse_attn._attention.tiles import has_short_rows, takes_hopper_backward
 from blocksparse_attn._layout.lists import SIDE, piece_of
 

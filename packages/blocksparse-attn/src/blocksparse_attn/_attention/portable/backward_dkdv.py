@@ -9,7 +9,7 @@ in registers.
 import triton
 import triton.language as tl
 
-from ..._linked.portable.primitives import INF, LOG2E, dot, dot_add, settle
+from ..._linked.portable.primitives import INF, LOG2E, dot, dot_add, pointer_to, settle
 from .primitives import NO_BLOCK, count_steps, fetch, in_range, keeps, load_rows, tokens_of
 from .schedule import locate_keys, query_walk
 from .structures import Columns, Grid, Ranges, RowPointers
@@ -33,6 +33,7 @@ def _dkdv_walk(
     # an item names its head (PER_HEAD), or the heads of the group walk one list, one after another
     IN_ITEM: tl.constexpr = GROUP if OPTIONS.PER_HEAD else 1
     TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else GROUP
+    work = columns.work
     items = ranges.count_a + ranges.count_b + ranges.count_c
     steps = count_steps(items, BLOCK_M, BLOCK_Q)
     # max(steps, 1): LLVM takes division by ``steps`` as proof that steps > 0 and hoists the loads
@@ -44,26 +45,26 @@ def _dkdv_walk(
         members = fetch(tensors.members_ptr, 0, ranges, 0, BLOCK_M, BLOCK_Q)
     for step in tl.range(0, steps * TURNS):
         positions = tokens_of(item // IN_ITEM, step % turn, BLOCK_M, BLOCK_Q)
-        rows = positions - columns.diagonal
+        rows = positions - work.diagonal
         if OPTIONS.PER_HEAD:
             # one for the step, or one per query
-            heads = queries.head_k * GROUP + item % IN_ITEM
+            heads = work.unit * GROUP + item % IN_ITEM
         else:
-            heads = queries.head_k * GROUP + step // turn
+            heads = work.unit * GROUP + step // turn
         heads_64 = heads.to(tl.int64)
         rows_64 = rows.to(tl.int64)
-        inside = (rows >= 0) & (rows < columns.seqlen_q)
+        inside = (rows >= 0) & (rows < work.seqlen_q)
         row_at = heads_64 * numbers.tokens_q + rows_64
         if MASKED:
             lse2 = tl.load(queries.lse2_ptr + row_at, mask=inside, other=INF)
             # dout of a fully masked row is ignored, even if it is NaN
             inside &= lse2 < INF
-        q_at = rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh
+        q_at = rows_64 * numbers.q.token + heads_64 * numbers.q.head
         q_t = load_rows(
             queries.q_ptr, q_at, inside, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_M]
         products = dot(columns.k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
-        dout_at = rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh
+        dout_at = rows_64 * numbers.dout.token + heads_64 * numbers.dout.head
         dout = load_rows(
             queries.dout_ptr, dout_at, inside, OPTIONS, True, MASKED
         )  # [BLOCK_M, BLOCK_DV]
@@ -76,7 +77,7 @@ def _dkdv_walk(
             delta = tl.load(queries.delta_ptr + row_at)
         p = tl.exp2(products * (numbers.scale * LOG2E) - lse2[None, :])  # [BLOCK_N, BLOCK_M]
         if MASKED:
-            visible = inside[None, :] & (columns.keys < columns.seqlen_k)[:, None]
+            visible = inside[None, :] & (columns.keys < work.seqlen_k)[:, None]
             if HAS_MEMBERS:
                 visible &= keeps(members, columns.bits, BLOCK_M, BLOCK_Q)
             if OPTIONS.IS_CAUSAL:
@@ -108,39 +109,34 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
-    heads_q, tokens_q, tokens_k = numbers.heads_q, numbers.tokens_q, numbers.tokens_k
-    heads_k = heads_q // OPTIONS.GROUP
-    sizes = tokens_q, tokens_k, numbers.tiles, numbers.span
+    heads_k = numbers.heads_q // OPTIONS.GROUP
+    sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles, numbers.span
     grid = Grid(q_starts, k_starts, numbers.batch, heads_k, *sizes, 1)
     work = locate_keys(tl.program_id(0), grid, BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
-    tile, is_alive, sequence, head_k, _, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
-    if not is_alive:
+    if not work.is_alive:
         return
-    batch_64 = tl.maximum(tl.minimum(sequence, numbers.batch - 1), 0).to(tl.int64)
-    head_k_64 = head_k.to(tl.int64)
-    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    batch_64 = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
+    head_64 = work.unit.to(tl.int64)
+    keys = work.tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     keys_64 = keys.to(tl.int64)
-    inside = keys < seqlen_k
-    k_ptr = tensors.k_ptr + batch_64 * numbers.stride_kb + k_start * numbers.stride_ks
-    k_ptr += head_k_64 * numbers.stride_kh
-    v_ptr = tensors.v_ptr + batch_64 * numbers.stride_vb + k_start * numbers.stride_vs
-    v_ptr += head_k_64 * numbers.stride_vh
-    k = load_rows(k_ptr, keys_64 * numbers.stride_ks, inside, OPTIONS, False, True)
-    v = load_rows(v_ptr, keys_64 * numbers.stride_vs, inside, OPTIONS, True, True)
-    q_ptr = tensors.q_ptr + batch_64 * numbers.stride_qb + q_start * numbers.stride_qs
-    dout_ptr = tensors.dout_ptr + batch_64 * numbers.stride_dob + q_start * numbers.stride_dos
-    row_at = batch_64 * heads_q * tokens_q if q_starts is None else q_start
+    inside = keys < work.seqlen_k
+    k_ptr = pointer_to(tensors.k_ptr, numbers.k, batch_64, work.k_start, head_64)
+    v_ptr = pointer_to(tensors.v_ptr, numbers.v, batch_64, work.k_start, head_64)
+    k = load_rows(k_ptr, keys_64 * numbers.k.token, inside, OPTIONS, False, True)
+    v = load_rows(v_ptr, keys_64 * numbers.v.token, inside, OPTIONS, True, True)
+    q_ptr = pointer_to(tensors.q_ptr, numbers.q, batch_64, work.q_start, 0)
+    dout_ptr = pointer_to(tensors.dout_ptr, numbers.dout, batch_64, work.q_start, 0)
+    row_at = batch_64 * numbers.heads_q * numbers.tokens_q if q_starts is None else work.q_start
     rule_ptr = tensors.rule_ptr
     if rule_ptr is not None:
         rule_ptr += batch_64 * numbers.rule_stride
-    queries = RowPointers(
-        q_ptr, dout_ptr, tensors.lse2_ptr + row_at, tensors.delta_ptr + row_at, head_k, rule_ptr
-    )
+    lse2_ptr, delta_ptr = tensors.lse2_ptr + row_at, tensors.delta_ptr + row_at
+    queries = RowPointers(q_ptr, dout_ptr, lse2_ptr, delta_ptr, rule_ptr)
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
     bits = (keys % SPAN) // BLOCK_K
     seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS)
     rest = whole + count
-    columns = Columns(k, v, keys, bits, diagonal, seqlen_q, seqlen_k)
+    columns = Columns(work, k, v, keys, bits)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):
@@ -152,8 +148,8 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
             dk, dv, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS
         )
 
-    token = batch_64 * tokens_k if k_starts is None else k_start
-    first = (token + tile * BLOCK_N) * heads_k + head_k
+    token = batch_64 * numbers.tokens_k if k_starts is None else work.k_start
+    first = (token + work.tile * BLOCK_N) * heads_k + work.unit
     # addresses stay in registers through the walk: a 64-bit scalar and 32-bit offsets in the tile
     row = tl.arange(0, BLOCK_N) * heads_k
     _store(dk * numbers.scale, tensors.out_ptr, first, row, inside, OPTIONS.HEAD_DIM)

@@ -4,12 +4,15 @@ Before the Hopper backward, programs work from the last rows to the first: the r
 backward reads first are then written last and are still in the cache.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
+from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import INF, LOG2E, NEG_INF
+from .arguments import RowNumbers, RowTensors
 from .primitives import load_rows
-from .structures import RowNumbers, RowTensors
 from .sums import clear_sums, expect_walks, round_sums
 
 
@@ -31,7 +34,8 @@ def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     head = batch_head % heads_q
     # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
     out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
-    dout_at = batch_id * numbers.stride_dob + token * numbers.stride_dos + head * numbers.stride_doh
+    strides = numbers.dout
+    dout_at = batch_id * strides.batch + token * strides.token + head * strides.head
     out = load_rows(tensors.out_ptr, out_at, inside, OPTIONS, True, True)
     dout = load_rows(tensors.dout_ptr, dout_at, inside, OPTIONS, True, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -44,97 +48,21 @@ def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     tl.store(tensors.lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=RowNumbers._fields, do_not_specialize_on_alignment=RowTensors._fields[:10]
-)
-def row_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    dlse_ptr,
-    delta_ptr,
-    lse2_ptr,
-    parts_ptr,
-    owners_ptr,
-    real_ptr,
-    cu_seqlens_ptr,
-    counters_ptr,
-    dq_sums_ptr,
-    dk_sums_ptr,
-    dv_sums_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    tokens_q,
-    rows,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    heads_q,
-    scale,
-    batch,
-    heads_k,
-    tokens_k,
-    tiles_q,
-    tiles_k,
-    list_pieces,
-    slots_q,
-    slots_k,
-    share,
-    pieces,
-    OPTIONS: tl.constexpr,
-):
+@entry(triton.jit)
+def row_kernel(tensors: RowTensors, numbers: RowNumbers, OPTIONS: tl.constexpr):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)`` of a program's rows.
 
     If there are sums of gradients, each program also sets a share of them to 0. With ``ROUNDS`` the
     kernel writes the gradients from the sums instead.
     """
-    tensors = RowTensors(
-        out_ptr,
-        dout_ptr,
-        lse_ptr,
-        dlse_ptr,
-        delta_ptr,
-        lse2_ptr,
-        parts_ptr,
-        owners_ptr,
-        real_ptr,
-        cu_seqlens_ptr,
-        counters_ptr,
-        dq_sums_ptr,
-        dk_sums_ptr,
-        dv_sums_ptr,
-        dq_ptr,
-        dk_ptr,
-        dv_ptr,
-    )
-    numbers = RowNumbers(
-        tokens_q,
-        rows,
-        stride_dob,
-        stride_dos,
-        stride_doh,
-        heads_q,
-        scale,
-        batch,
-        heads_k,
-        tokens_k,
-        tiles_q,
-        tiles_k,
-        list_pieces,
-        slots_q,
-        slots_k,
-        share,
-        pieces,
-    )
     place = tl.program_id(0)
     if OPTIONS.ROUNDS:
         round_sums(place, tensors, numbers, OPTIONS)
     else:
-        if dq_sums_ptr is not None:
+        if tensors.dq_sums_ptr is not None:
             place = tl.num_programs(0) - 1 - place
         _number_rows(place, tensors, numbers, OPTIONS)
-        if dq_sums_ptr is not None:
+        if tensors.dq_sums_ptr is not None:
             clear_sums(place, tensors, numbers, OPTIONS)
-        if counters_ptr is not None:
+        if tensors.counters_ptr is not None:
             expect_walks(place, tensors, numbers, OPTIONS)

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from attn_common import cdiv, detect
+from torch import Tensor
 
-from ..._linked.host.forms import ACCESS_BYTES, interpreted
+from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
+from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import (
+    MAX_COUNTS,
     Launch,
     dense,
     has_whole_rows,
@@ -18,9 +21,10 @@ from ..._linked.launch.runtime import (
     token_strides,
     whole_rows,
 )
+from ..._linked.portable.primitives import Strides
 from ..call import Options, Pattern, Tensors
 from ..tiles import Shape, Tile, padded_head_dim
-from .structures import Constants
+from . import arguments
 
 # bytes that programs which run at the same time should read together
 L2_BYTES = 32 * 2**20
@@ -60,8 +64,9 @@ class Form:
             pattern.rows_alike,
         )
         self.token_bytes = (head_dim + self.head_dim_v) * self.itemsize
-        self.strides = (*token_strides(q), *token_strides(k), *token_strides(v))
-        self.constants = Constants(
+        of_q, of_k, of_v = (Strides(*token_strides(t)) for t in (q, k, v))
+        self._strides = {"q": of_q, "k": of_k, "v": of_v}
+        self.constants = arguments.Options(
             GROUP=self.group,
             HEAD_DIM=head_dim,
             HEAD_DIM_V=self.head_dim_v,
@@ -76,6 +81,20 @@ class Form:
             TOP_LEFT=options.top_left,
         )
         self._layout = layout_of(x)
+
+    def numbers(self, tokens_q: int, tokens_k: int, **others: Any) -> tuple[float, ...]:
+        """Return the numbers of a launch of ``attention_kernel``; ``others`` are further fields."""
+        return flat(
+            arguments.Numbers(
+                scale=self.options.softmax_scale,
+                batch=self.batch,
+                heads_q=self.heads_q,
+                tokens_q=tokens_q,
+                tokens_k=tokens_k,
+                **self._strides,
+                **others,
+            )
+        )
 
     def fits(self, x: Tensors) -> bool:
         """Say whether saved tensors still have the strides and the alignment of the forward."""
@@ -107,6 +126,7 @@ class QueryTiles:
 
     def __init__(self, form: Form, shape: Shape) -> None:
         self.shape, self.tile, self._form = shape, shape.tile, form
+        self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
         pattern = form.pattern
         packs = cdiv(form.group, shape.heads)
         # programs that share a tile of positions
@@ -122,6 +142,47 @@ class QueryTiles:
             ROW_MEMBERS=1 if shape.pack > 1 else max(shape.span // pattern.block_q, 1),
             HEAD_MEMBERS=shape.pack,
         )
+
+    def numbers(
+        self,
+        x: Tensors,
+        tiles: int,
+        splits: int = 1,
+        fills: bool = False,
+        table: Tensor | None = None,
+        dout: Strides = arguments.NO_STRIDES,
+    ) -> tuple[float, ...]:
+        """Return the numbers of a launch: the same object for the same arguments.
+
+        Args:
+            x: tensors of a call.
+            tiles: number of tiles of positions per unit.
+            splits: number of programs that share a tile.
+            fills: whether the launch also writes the rows of padding.
+            table: pages of a cache.
+            dout: strides of dout.
+        """
+        tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
+        apart = 0 if table is None else table.stride(0), rule_stride(x)
+        form = tokens_q, tokens_k, tiles, splits, fills, apart, dout
+        known = self._numbers.get(form)
+        if known is None:
+            numbers = self._form.numbers(
+                tokens_q,
+                tokens_k,
+                tiles=tiles,
+                span=self.span(tokens_k),
+                list_rows=self.list_rows,
+                list_stride=self.list_stride,
+                extent=self._form.extent_k,
+                dout=dout,
+                splits=splits,
+                fills=int(fills),
+                table_stride=apart[0],
+                rule_stride=apart[1],
+            )
+            known = self._numbers.keep(form, numbers)
+        return known
 
     def count(self, tokens_q: int, tokens_k: int) -> int:
         """Return the number of tiles of positions per unit; for packed tensors, an upper bound."""
@@ -149,7 +210,7 @@ def launch_of(kernel: Any, options: Any, of: type[Launch] = Launch, **compiler: 
     return of(kernel, {"OPTIONS": options, **compiler})
 
 
-def launch_on(kernel: Any, tile: Tile, constants: Constants) -> Launch:
+def launch_on(kernel: Any, tile: Tile, constants: arguments.Options) -> Launch:
     """Return the launch of a kernel on tiles of scores."""
     options = constants._replace(
         BLOCK_M=tile.block_m,

@@ -10,16 +10,15 @@ the next step's list entry, so that the loads of keys need not wait for it.
 import triton
 import triton.language as tl
 
-from ..._linked.portable.primitives import LOG2E, NEG_INF, dot, dot_add
+from ..._linked.portable.primitives import LOG2E, NEG_INF, dot, dot_add, pointer_to
 from .merge import store_rows
 from .primitives import count_steps, fetch_keys, key_offsets, live_keys, load_rows, sees, tokens_of
-from .structures import Keys, Ranges, Softmax
+from .schedule import ranges_of
+from .structures import Softmax
 
 
 @triton.jit
-def _attend(
-    softmax, q, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
-):
+def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Fold keys into the running softmax of a tile of queries, in masked or in whole steps."""
     PAGE: tl.constexpr = OPTIONS.PAGE
     PRECISION: tl.constexpr = OPTIONS.PRECISION
@@ -27,17 +26,23 @@ def _attend(
     HAS_MEMBERS: tl.constexpr = MASKED and (OPTIONS.ROW_MEMBERS > 1 or OPTIONS.HEAD_MEMBERS > 1)
     acc, l_i, m_i = softmax
     scale = numbers.scale
-    block, members = fetch_keys(keys_at.first_step, ranges, tensors, HAS_MEMBERS, OPTIONS)
-    for step in tl.range(keys_at.first_step, keys_at.last_step):
+    ranges = ranges_of(walk, MASKED)
+    steps = count_steps(ranges.count_a + ranges.count_b, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
+    first_step = steps * 0
+    if OPTIONS.IS_SHORT:
+        split = rows.work.split
+        first_step = (steps.to(tl.int64) * split // numbers.splits).to(tl.int32)
+        steps = (steps.to(tl.int64) * (split + 1) // numbers.splits).to(tl.int32)
+    block, members = fetch_keys(first_step, ranges, tensors, HAS_MEMBERS, OPTIONS)
+    for step in tl.range(first_step, steps):
         keys = tokens_of(block, step, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
         live = keys >= 0
         if MASKED:
             live = live_keys(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
-        k_at = key_offsets(keys, live, keys_at, numbers.stride_kb, numbers.stride_ks, MASKED, PAGE)
-        v_at = key_offsets(keys, live, keys_at, numbers.stride_vb, numbers.stride_vs, MASKED, PAGE)
-        k = load_rows(
-            keys_at.k_base, k_at, live, OPTIONS, False, MASKED, TURNED=True
-        )  # [BLOCK_D, BLOCK_N]
+        k_at = key_offsets(keys, live, numbers.k, walk.table_ptr, MASKED, PAGE)
+        v_at = key_offsets(keys, live, numbers.v, walk.table_ptr, MASKED, PAGE)
+        # [BLOCK_D, BLOCK_N]
+        k = load_rows(walk.k_ptr, k_at, live, OPTIONS, False, MASKED, TURNED=True)
         s = dot(q, k, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
             # fold the scale into the exponential's multiply-add; it is not negative: max commutes
@@ -57,7 +62,7 @@ def _attend(
         p = tl.exp2(s * factor - pivot[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v = load_rows(keys_at.v_base, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
+        v = load_rows(walk.v_ptr, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
         acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)
         m_i = m_new
         block, members = fetch_keys(step + 1, ranges, tensors, HAS_MEMBERS, OPTIONS)
@@ -122,31 +127,19 @@ def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def make_output(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.constexpr):
+def make_output(rows, walk, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the output and the LSE of a tile of queries, or the result of one split of its keys."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
-    row_at = rows.row.to(tl.int64) * numbers.stride_qs + rows.head.to(tl.int64) * numbers.stride_qh
-    q_ptr = tensors.q_ptr + rows.batch * numbers.stride_qb + work.q_start * numbers.stride_qs
+    row_at = rows.row.to(tl.int64) * numbers.q.token + rows.head.to(tl.int64) * numbers.q.head
+    q_ptr = pointer_to(tensors.q_ptr, numbers.q, rows.batch, rows.work.q_start, 0)
     q = load_rows(q_ptr, row_at, rows.inside, OPTIONS, False, True)  # [BLOCK_M, BLOCK_D]
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
     l_i = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
     softmax = Softmax(acc, l_i, m_i)
     for masked in tl.static_range(2):
-        if masked == 1:
-            ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
-        else:
-            ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
-        steps = count_steps(ranges.count_a + ranges.count_b, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
-        first_step = steps * 0
-        if OPTIONS.IS_SHORT:
-            first_step = (steps.to(tl.int64) * work.split // numbers.splits).to(tl.int32)
-            steps = (steps.to(tl.int64) * (work.split + 1) // numbers.splits).to(tl.int32)
-        keys = Keys(keys_at.k_base, keys_at.v_base, keys_at.table_ptr, first_step, steps)
-        softmax = _attend(
-            softmax, q, keys, ranges, standing, tensors, numbers, masked == 1, OPTIONS
-        )
+        softmax = _attend(softmax, q, rows, walk, tensors, numbers, masked == 1, OPTIONS)
     acc, l_i, m_i = softmax
 
     # fully masked rows: output 0, lse -inf
@@ -156,4 +149,4 @@ def make_output(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: 
     if tensors.part_out_ptr is not None:
         _store_part(out, lse2, tensors, OPTIONS)
     else:
-        store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS)
+        store_rows(out, lse2, rows, tensors, numbers, OPTIONS)

@@ -7,12 +7,13 @@ from ..._linked.portable.primitives import LN2, NEG_INF
 
 
 @triton.jit
-def store_tile(x, work, rows, tensors, numbers, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
+def store_tile(x, rows, tensors, numbers, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
     """Write a tile of queries to the contiguous output or dq, ``[tokens, heads_q, WIDTH]``.
 
     Addresses stay in registers through the walk: a 64-bit scalar and 32-bit offsets in the tile.
     """
     HEADS: tl.constexpr = OPTIONS.HEADS
+    work = rows.work
     m = tl.arange(0, x.shape[0])  # [BLOCK_M]
     cols = tl.arange(0, x.shape[1])
     token = rows.batch * numbers.tokens_q if tensors.cu_seqlens_q_ptr is None else work.q_start
@@ -28,9 +29,10 @@ def store_tile(x, work, rows, tensors, numbers, WIDTH: tl.constexpr, OPTIONS: tl
 
 
 @triton.jit
-def store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS: tl.constexpr):
+def store_rows(out, lse2, rows, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the output of a tile of queries, and its log-sum-exp in natural units."""
     HEADS: tl.constexpr = OPTIONS.HEADS
+    work = rows.work
     tokens_q = numbers.tokens_q
     m = tl.arange(0, out.shape[0])  # [BLOCK_M]
     first_row = (work.tile * OPTIONS.POSITIONS - work.diagonal).to(tl.int64)
@@ -42,11 +44,11 @@ def store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS: tl.constexpr):
         lse_ptr += work.q_start
     lse_at = (m % HEADS).to(tl.int64) * tokens_q + m // HEADS
     tl.store(lse_ptr + lse_at, lse2 * LN2, mask=rows.inside)
-    store_tile(out, work, rows, tensors, numbers, OPTIONS.HEAD_DIM_V, OPTIONS)
+    store_tile(out, rows, tensors, numbers, OPTIONS.HEAD_DIM_V, OPTIONS)
 
 
 @triton.jit
-def merge_parts(work, rows, tensors, numbers, OPTIONS: tl.constexpr):
+def merge_parts(rows, tensors, numbers, OPTIONS: tl.constexpr):
     """Write ``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
@@ -74,4 +76,4 @@ def merge_parts(work, rows, tensors, numbers, OPTIONS: tl.constexpr):
         m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out, lse2 = acc / l_safe[:, None], tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))
-    store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS)
+    store_rows(out, lse2, rows, tensors, numbers, OPTIONS)

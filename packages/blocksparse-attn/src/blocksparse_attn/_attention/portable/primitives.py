@@ -110,7 +110,7 @@ def sees(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.co
     if OPTIONS.IS_CAUSAL:
         visible = keys[None, :] <= rows.positions[:, None]
     else:
-        visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
+        visible = (keys < rows.work.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
     if HAS_MEMBERS:
         visible &= keeps(members, rows.bits, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
     if tensors.rule_ptr is not None:
@@ -138,9 +138,9 @@ def live_keys(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: 
         reach = rows.last_position
     if OPTIONS.IS_CAUSAL:
         # with top-left alignment, rows may stand after the last key
-        live = keys <= tl.minimum(reach, rows.seqlen_k - 1)
+        live = keys <= tl.minimum(reach, rows.work.seqlen_k - 1)
     else:
-        live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
+        live = keys < tl.where(reach >= 0, rows.work.seqlen_k, 0)
     if tensors.rule_ptr is not None:
         visible = sees(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
         live &= tl.max(visible.to(tl.int32), 0) > 0
@@ -170,16 +170,14 @@ def fetch_keys(step, ranges, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.con
 
 
 @triton.jit
-def key_offsets(
-    keys, live, keys_at, stride_page, stride_token, MASKED: tl.constexpr, PAGE: tl.constexpr
-):
+def key_offsets(keys, live, strides, table_ptr, MASKED: tl.constexpr, PAGE: tl.constexpr):
     """Return the offsets of keys, in elements, in the cache or in the sequence."""
     if PAGE:
         if MASKED:
-            page = tl.load(keys_at.table_ptr + keys // PAGE, mask=live, other=0)
+            page = tl.load(table_ptr + keys // PAGE, mask=live, other=0)
         else:
-            page = tl.load(keys_at.table_ptr + keys // PAGE)  # whole tile inside: no mask needed
-        offsets = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_token
+            page = tl.load(table_ptr + keys // PAGE)  # whole tile inside: no mask needed
+        offsets = page.to(tl.int64) * strides.batch + (keys % PAGE) * strides.token
     else:
-        offsets = keys.to(tl.int64) * stride_token
+        offsets = keys.to(tl.int64) * strides.token
     return offsets

@@ -7,8 +7,9 @@ blocks with its neighbour, whichever chunk of a sequence the queries are.
 import triton
 import triton.language as tl
 
+from ..._linked.portable.primitives import pointer_to
 from .primitives import floor_div, lower_bound
-from .structures import QueryWalk, Rows, TileRows, Walk, Work
+from .structures import QueryWalk, Ranges, Rows, Walk, Work
 
 # sequences per step of the search in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
@@ -173,15 +174,23 @@ def _list_of(work, list_row, is_known, tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def key_walk(work, last_position, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return the ranges of its list that a tile of queries walks."""
+def key_walk(rows, tensors, numbers, OPTIONS: tl.constexpr):
+    """Return the keys and the ranges of its list that a tile of queries walks."""
+    work = rows.work
+    batch, token, table_ptr = rows.batch, work.k_start, tensors.block_table_ptr
+    if OPTIONS.PAGE:
+        batch, token = 0, 0  # pointers to the whole cache
+        table_ptr += rows.batch * numbers.table_stride
+    head = (work.unit // OPTIONS.PACKS).to(tl.int64)
+    k_ptr = pointer_to(tensors.k_ptr, numbers.k, batch, token, head)
+    v_ptr = pointer_to(tensors.v_ptr, numbers.v, batch, token, head)
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     # items per step
     PER_STEP: tl.constexpr = OPTIONS.BLOCK_N // BLOCK_K if OPTIONS.BLOCK_N > BLOCK_K else 1
     tile, seqlen_k, items_ptr = work.tile, work.seqlen_k, tensors.items_ptr
     list_row = tl.maximum(tile, 0) * OPTIONS.POSITIONS // OPTIONS.SPAN
     # there are no rows of blocks before position 0 and after the layout's last row
-    is_known = (tile >= 0) & (list_row < numbers.list_rows) & (last_position >= 0)
+    is_known = (tile >= 0) & (list_row < numbers.list_rows) & (rows.last_position >= 0)
     start, cut, end = _list_of(work, list_row, is_known, tensors, numbers, OPTIONS)
     whole_end = cut
     seen_end = cut
@@ -193,33 +202,38 @@ def key_walk(work, last_position, tensors, numbers, OPTIONS: tl.constexpr):
         cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_K), 1)
     whole = (whole_end - start) // PER_STEP * PER_STEP
     rest = start + whole
-    return Walk(start, whole, rest, seen_end - rest, cut, cut_end - cut)
+    ranges = start, whole, rest, seen_end - rest, cut, cut_end - cut
+    return Walk(k_ptr, v_ptr, table_ptr, *ranges)
 
 
 @triton.jit
-def tile_rows(work, batch, OPTIONS: tl.constexpr):
-    """Return the ``TileRows`` of a tile of queries: row m is position m // HEADS of a head."""
+def ranges_of(walk, MASKED: tl.constexpr):
+    """Return the ranges of the steps that need a mask, or of those that need none."""
+    if MASKED:
+        ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
+    else:
+        ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
+    return ranges
+
+
+@triton.jit
+def rows_of(work, tensors, numbers, OPTIONS: tl.constexpr):
+    """Return the ``Rows`` of a tile of queries: row m is position m // HEADS of a head."""
     m = tl.arange(0, OPTIONS.BLOCK_M)  # [BLOCK_M]
     in_group = work.unit % OPTIONS.PACKS * OPTIONS.HEADS + m % OPTIONS.HEADS
     row = work.tile * OPTIONS.POSITIONS + m // OPTIONS.HEADS - work.diagonal
     inside = (row >= 0) & (row < work.seqlen_q) & (in_group < OPTIONS.GROUP)
     head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
     # padding has no row in per-sequence tensors
-    sequence = tl.maximum(tl.minimum(work.sequence, batch - 1), 0).to(tl.int64)
-    return TileRows(sequence, row, head, inside)
-
-
-@triton.jit
-def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return the ``Rows`` of a tile of queries that stand at ``positions``, ``[BLOCK_M]``."""
-    seqlen_k = work.seqlen_k
+    sequence = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
+    positions = row + work.diagonal
     first = work.tile * OPTIONS.POSITIONS
     first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)
     last_position = tl.minimum(work.diagonal + work.seqlen_q, first + OPTIONS.POSITIONS) - 1
     span_start = first // OPTIONS.SPAN * OPTIONS.SPAN
     bits = positions * 0
     if OPTIONS.HEAD_MEMBERS > 1:
-        bits = tl.arange(0, positions.shape[0]) % OPTIONS.HEADS
+        bits = m % OPTIONS.HEADS
     elif OPTIONS.ROW_MEMBERS > 1:
         bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
     # not read without a token rule, but None could not be returned
@@ -227,16 +241,14 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
     last_key = positions
     if tensors.rule_ptr is not None:
         is_there = (positions >= first_position) & (positions <= last_position)
-        sequence = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
         bounds = tensors.rule_ptr + sequence * numbers.rule_stride + 2 * positions
         first_key = tl.load(bounds, mask=is_there, other=1)
         last_key = tl.load(bounds + 1, mask=is_there, other=0)
     if OPTIONS.TOP_LEFT:
         # under a causal mask, a query after the last key sees what a query at that key sees
-        positions = tl.minimum(positions, seqlen_k - 1)
-    return Rows(
-        positions, bits, first_position, last_position, span_start, seqlen_k, first_key, last_key
-    )
+        positions = tl.minimum(positions, work.seqlen_k - 1)
+    seen = positions, bits, first_position, last_position, span_start, first_key, last_key
+    return Rows(work, sequence, row, head, inside, *seen)
 
 
 @triton.jit

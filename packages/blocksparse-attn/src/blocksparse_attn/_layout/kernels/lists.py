@@ -5,10 +5,13 @@ the grid is little compared with the tensors that attention reads. A *line* is t
 member of an owner: a row of blocks with one bit per column, or a column with one bit per item.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
-from .structures import BitNumbers, BitTensors, ListNumbers, ListTensors
+from ..._linked.launch.entries import entry
+from .arguments import BitNumbers, BitTensors, ListNumbers, ListTensors
 
 # as in ``_layout/lists.py``
 COUNTED = tl.constexpr(1 << 21)
@@ -29,73 +32,57 @@ def _row_of(slot, crow_ptr, rows, steps):
     return low - 1
 
 
-@triton.jit(do_not_specialize=BitNumbers._fields, do_not_specialize_on_alignment=BitTensors._fields)
-def bit_kernel(
-    crow_ptr,
-    col_ptr,
-    bits_ptr,
-    chunks,
-    nnz,
-    rows,
-    cols,
-    steps,
-    group,
-    lines,
-    words,
-    parts_q,
-    parts_k,
-    piece_q,
-    piece_k,
-    side,
-    OPTIONS: tl.constexpr,
-):
+@entry(triton.jit)
+def bit_kernel(tensors: BitTensors, numbers: BitNumbers, OPTIONS: tl.constexpr):
     """``bits[line, item] = 1`` of all kept blocks; a program reads ``BLOCK`` entries of one head.
 
-    A block is ``parts_q`` x ``parts_k`` pieces, each with its own bit.
+    Each piece of a block has its own bit.
     """
     BLOCK: tl.constexpr = OPTIONS.BLOCK
-    head = tl.program_id(0) // chunks
-    slot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    nnz, rows, pieces = numbers.nnz, numbers.rows, numbers.pieces
+    head = tl.program_id(0) // numbers.chunks
+    slot = tl.program_id(0) % numbers.chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     head_64 = head.to(tl.int64)
-    row = _row_of(slot, crow_ptr + head_64 * (rows + 1), rows, steps)
+    row = _row_of(slot, tensors.crow_ptr + head_64 * (rows + 1), rows, numbers.steps)
     valid = (slot < nnz) & (row >= 0) & (row < rows)
-    col = tl.load(col_ptr + head_64 * nnz + slot, mask=valid, other=-1)
-    valid &= (col >= 0) & (col < cols)
-    for part_q in range(parts_q):
-        line_q = row * parts_q + part_q
-        for part_k in range(parts_k):
-            line_k = col * parts_k + part_k
+    col = tl.load(tensors.col_ptr + head_64 * nnz + slot, mask=valid, other=-1)
+    valid &= (col >= 0) & (col < numbers.cols)
+    for part_q in range(pieces.in_q):
+        line_q = row * pieces.in_q + part_q
+        for part_k in range(pieces.in_k):
+            line_k = col * pieces.in_k + part_k
             kept = valid
             if OPTIONS.IS_CAUSAL:
-                kept &= line_k.to(tl.int64) * piece_k < (line_q + 1).to(tl.int64) * piece_q
+                end_q = (line_q + 1).to(tl.int64) * pieces.tokens_q
+                kept &= line_k.to(tl.int64) * pieces.tokens_k < end_q
             if OPTIONS.BY_KEY:
                 line = line_k
-                item = line_q // side * group + head % group
-                bit = item.to(tl.int64) * side + line_q % side
+                item = line_q // pieces.side * numbers.group + head % numbers.group
+                bit = item.to(tl.int64) * pieces.side + line_q % pieces.side
             else:
                 line = line_q
                 bit = line_k.to(tl.int64)
-            line += head // group * lines
-            at = line.to(tl.int64) * words + bit // 32
+            line += head // numbers.group * numbers.lines
+            at = line.to(tl.int64) * numbers.words + bit // 32
             one = tl.full([BLOCK], 1, tl.int32) << (bit % 32).to(tl.int32)
-            tl.atomic_or(bits_ptr + at, one, mask=kept, sem="relaxed")
+            tl.atomic_or(tensors.bits_ptr + at, one, mask=kept, sem="relaxed")
 
 
 @triton.jit
-def _is_in_rule(tile, item, common_ptr, numbers, OPTIONS: tl.constexpr):
+def _is_in_rule(tile, item, tensors, numbers, OPTIONS: tl.constexpr):
     """Say in which items the token rule hides nothing from an owner."""
     if OPTIONS.BY_KEY:
         row = item // numbers.group
         first = item * 0 + tile * numbers.span
         last = first + numbers.span - 1
-        return _is_between(first, last, row, item < numbers.items, common_ptr)
+        return _is_between(first, last, row, item < numbers.items, tensors.common_ptr)
     first = item * numbers.block
     last = first + numbers.block - 1
     ROWS: tl.constexpr = 1 if OPTIONS.IS_PACKED else OPTIONS.MEMBERS
     is_whole = item >= 0
     for i in tl.static_range(ROWS):
         row = tile * ROWS + i
-        is_whole &= _is_between(first, last, row, row < numbers.lines, common_ptr)
+        is_whole &= _is_between(first, last, row, row < numbers.lines, tensors.common_ptr)
     return is_whole
 
 
@@ -108,7 +95,7 @@ def _is_between(first, last, row, is_there, common_ptr):
 
 
 @triton.jit
-def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr):
+def _look_up(owner, chunk, tensors, numbers, OPTIONS: tl.constexpr):
     """Return which members of an owner see each item of a chunk, and which items need no mask.
 
     Both are ``[BLOCK]``: member bits, which are 0 if no member sees the item, and booleans.
@@ -118,7 +105,7 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
     tile = owner % numbers.owners
     index = owner // numbers.owners
     item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    word = bits_ptr + item // 32
+    word = tensors.bits_ptr + item // 32
     if OPTIONS.IS_PACKED:  # members are heads
         first = index % numbers.packs * MEMBERS
         held = tl.minimum(numbers.group - first, MEMBERS)
@@ -146,50 +133,25 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
             is_whole &= item >= tl.cdiv(last, numbers.block) * numbers.group
         else:
             is_whole &= item < (tile.to(tl.int64) * numbers.span + 1) // numbers.block
-    if common_ptr is not None:
-        is_whole &= _is_in_rule(tile, item, common_ptr, numbers, OPTIONS)
+    if tensors.common_ptr is not None:
+        is_whole &= _is_in_rule(tile, item, tensors, numbers, OPTIONS)
     return seen, is_whole & (seen != 0)
 
 
-@triton.jit(
-    do_not_specialize=ListNumbers._fields, do_not_specialize_on_alignment=ListTensors._fields
-)
-def list_kernel(
-    bits_ptr,
-    counts_ptr,
-    ends_ptr,
-    begin_ptr,
-    whole_ptr,
-    items_ptr,
-    members_ptr,
-    common_ptr,
-    owners,
-    chunks,
-    items,
-    lines,
-    words,
-    heads,
-    group,
-    packs,
-    span,
-    block,
-    bound,
-    OPTIONS: tl.constexpr,
-):
+@entry(triton.jit)
+def list_kernel(tensors: ListTensors, numbers: ListNumbers, OPTIONS: tl.constexpr):
     """``counts[owner, c] = len(items of chunk c)``; with ``WRITES``, write the items to ``ends``.
 
     ``counts`` is [owners of all lists, parts, chunks]. The first part is the items that need no
     mask; the rest is one part, or three with ``HALVES``.
     """
-    numbers = ListNumbers(
-        owners, chunks, items, lines, words, heads, group, packs, span, block, bound
-    )
     HALVES: tl.constexpr = OPTIONS.HALVES
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     PARTS: tl.constexpr = 4 if HALVES else 2
+    chunks = numbers.chunks
     owner = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
-    seen, is_whole = _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS)
+    seen, is_whole = _look_up(owner, chunk, tensors, numbers, OPTIONS)
     part = tl.where(is_whole, 0, 1)
     if HALVES:
         FIRST: tl.constexpr = (1 << OPTIONS.MEMBERS // 2) - 1
@@ -199,35 +161,35 @@ def list_kernel(
     place = owner.to(tl.int64) * PARTS * chunks + chunk
     if not OPTIONS.WRITES:
         for i in tl.static_range(PARTS):
-            tl.store(counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
+            tl.store(tensors.counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
     else:
         target = part.to(tl.int64)
         for i in tl.static_range(PARTS):
-            start = tl.load(ends_ptr + place + i * chunks)
+            start = tl.load(tensors.ends_ptr + place + i * chunks)
             mine = part == i
             target = tl.where(mine, start + tl.cumsum(mine.to(tl.int32), 0) - 1, target)
         if chunk == 0:
-            start = tl.load(ends_ptr + place)
-            tl.store(begin_ptr + owner, start)
-            second = tl.load(ends_ptr + place + chunks)
+            start = tl.load(tensors.ends_ptr + place)
+            tl.store(tensors.begin_ptr + owner, start)
+            second = tl.load(tensors.ends_ptr + place + chunks)
             counts = second - start
             if HALVES:
-                second = tl.load(ends_ptr + place + 2 * chunks)
-                first = tl.load(ends_ptr + place + 3 * chunks)
-                end = tl.load(ends_ptr + place + 4 * chunks)
+                second = tl.load(tensors.ends_ptr + place + 2 * chunks)
+                first = tl.load(tensors.ends_ptr + place + 3 * chunks)
+                end = tl.load(tensors.ends_ptr + place + 4 * chunks)
                 counts += ((end - first) * COUNTED + (first - second)) * COUNTED
-            tl.store(whole_ptr + owner, counts)
+            tl.store(tensors.whole_ptr + owner, counts)
         item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-        tl.store(items_ptr + target, item, mask=seen != 0)
-        tl.store(members_ptr + target, seen, mask=seen != 0)
+        tl.store(tensors.items_ptr + target, item, mask=seen != 0)
+        tl.store(tensors.members_ptr + target, seen, mask=seen != 0)
         # all programs together set unused elements to 0
         programs = tl.num_programs(0)
-        total = tl.load(ends_ptr + programs.to(tl.int64) * PARTS)
+        total = tl.load(tensors.ends_ptr + programs.to(tl.int64) * PARTS)
         if tl.program_id(0) == 0:
-            tl.store(begin_ptr + programs // chunks, total)
+            tl.store(tensors.begin_ptr + programs // chunks, total)
         nothing = tl.zeros([BLOCK], tl.int32)
         first = total + tl.program_id(0).to(tl.int64) * BLOCK
-        for at in range(first, bound, programs.to(tl.int64) * BLOCK):
+        for at in range(first, numbers.bound, programs.to(tl.int64) * BLOCK):
             rest = at + tl.arange(0, BLOCK)
-            tl.store(items_ptr + rest, nothing, mask=rest < bound)
-            tl.store(members_ptr + rest, nothing, mask=rest < bound)
+            tl.store(tensors.items_ptr + rest, nothing, mask=rest < numbers.bound)
+            tl.store(tensors.members_ptr + rest, nothing, mask=rest < numbers.bound)

@@ -4,9 +4,13 @@ Each launch runs one stage. The stages that find the pairs of blocks are in :mod
 stages that make programs of them are here.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
+from ..._linked.launch.entries import entry
+from .arguments import PairNumbers, PairTensors
 from .pair_blocks import (
     compare,
     fill_cells,
@@ -17,7 +21,6 @@ from .pair_blocks import (
     put_in_order,
     walked,
 )
-from .structures import PairNumbers, PairTensors
 
 
 @triton.jit
@@ -68,7 +71,7 @@ def _cut(tensors, numbers):
         tl.store(tensors.first_ptr + owner, ahead + tl.cumsum(cuts, 0) - cuts, mask=inside)
         ahead += tl.sum(cuts, 0)
     tl.store(tensors.first_ptr + 2 * numbers.pairs, ahead)
-    tl.store(tensors.real_ptr, ahead)
+    tl.store(tensors.made.real_ptr, ahead)
 
 
 @triton.jit
@@ -125,9 +128,9 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
             for slot in tl.static_range(SIDE):
                 piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
                 if owns(owner, moved, numbers) & (piece >= 0):
-                    tl.atomic_add(tensors.parts_ptr + base + piece, cuts.to(tl.int64))
+                    tl.atomic_add(tensors.made.parts_ptr + base + piece, cuts.to(tl.int64))
     if pid == 0:
-        real = tl.load(tensors.real_ptr)
+        real = tl.load(tensors.made.real_ptr)
         tl.store(tensors.starts_ptr + real, tl.load(tensors.ends_ptr + behind - 1))
 
 
@@ -169,7 +172,7 @@ def _measure(pid, tensors, numbers, OPTIONS: tl.constexpr):
     part_index = tl.arange(0, 4)  # [4]
     first = numbers.rows
     index = numbers.lists
-    if pid < tl.load(tensors.real_ptr):
+    if pid < tl.load(tensors.made.real_ptr):
         highest, index = _highest(tl.load(tensors.owner_ptr + pid), tensors, numbers)
         end = tl.load(tensors.starts_ptr + pid + 1)
         for begin in range(tl.load(tensors.starts_ptr + pid), end, SIZE):
@@ -192,14 +195,14 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the blocks and the items of the program at a place, by parts, heads and rows."""
     SIZE: tl.constexpr = OPTIONS.ENTRIES
     SIDE: tl.constexpr = OPTIONS.SIDE
-    real = tl.load(tensors.real_ptr)
+    real = tl.load(tensors.made.real_ptr)
     place = pid.to(tl.int64) * 4
     sums = tl.load(tensors.sums_ptr + place + tl.arange(0, 4))
-    tl.store(tensors.begin_ptr + place + 1 + tl.arange(0, 4), sums)
+    tl.store(tensors.made.begin_ptr + place + 1 + tl.arange(0, 4), sums)
     target = tl.load(tensors.sums_ptr + place - 1, mask=pid > 0, other=0)
     if pid == 0:
-        tl.store(tensors.begin_ptr, target)
-    named = tensors.owners_ptr + pid * (1 + 2 * SIDE)
+        tl.store(tensors.made.begin_ptr, target)
+    named = tensors.made.owners_ptr + pid * (1 + 2 * SIDE)
     index = real * 0 - 1
     program = tl.load(tensors.places_ptr + pid)
     owner = tl.load(tensors.owner_ptr + program, mask=program < real, other=0)
@@ -217,8 +220,8 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
                 its = its % numbers.group * numbers.head + its // numbers.group
                 its += its_part * (numbers.head * numbers.group)
                 rank += tl.sum((its[None, :] < key[:, None]).to(tl.int32), 1)
-            tl.store(tensors.items_ptr + target + rank, moved, mask=part < 4)
-            tl.store(tensors.out_bits_ptr + target + rank, seen, mask=part < 4)
+            tl.store(tensors.made.items_ptr + target + rank, moved, mask=part < 4)
+            tl.store(tensors.made.bits_ptr + target + rank, seen, mask=part < 4)
     tl.store(named, index)
     for half in tl.static_range(2):
         block, its_moved = owned(owner, half, tensors, numbers)
@@ -232,111 +235,13 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
     apart = tl.num_programs(0).to(tl.int64) * SIZE
     for at in range(total + pid.to(tl.int64) * SIZE, numbers.bound, apart):
         rest = at + tl.arange(0, SIZE)
-        tl.store(tensors.items_ptr + rest, nothing, mask=rest < numbers.bound)
-        tl.store(tensors.out_bits_ptr + rest, nothing, mask=rest < numbers.bound)
+        tl.store(tensors.made.items_ptr + rest, nothing, mask=rest < numbers.bound)
+        tl.store(tensors.made.bits_ptr + rest, nothing, mask=rest < numbers.bound)
 
 
-@triton.jit(
-    do_not_specialize=PairNumbers._fields, do_not_specialize_on_alignment=PairTensors._fields
-)
-def pair_kernel(
-    bits_ptr,
-    cells_ptr,
-    alone_ptr,
-    last_ptr,
-    order_ptr,
-    rank_ptr,
-    pieces_ptr,
-    lasts_ptr,
-    alike_ptr,
-    counts_ptr,
-    ends_ptr,
-    first_ptr,
-    owner_ptr,
-    starts_ptr,
-    entries_ptr,
-    seen_ptr,
-    keys_ptr,
-    parts_of_ptr,
-    places_ptr,
-    sums_ptr,
-    begin_ptr,
-    parts_ptr,
-    items_ptr,
-    owners_ptr,
-    real_ptr,
-    out_bits_ptr,
-    pairs,
-    items,
-    group,
-    words,
-    in_list,
-    in_blocks,
-    sorted,
-    kept,
-    chunks,
-    most,
-    most_apart,
-    programs,
-    turns,
-    rows,
-    lists,
-    bound,
-    head,
-    window,
-    alike,
-    OPTIONS: tl.constexpr,
-):
+@entry(triton.jit)
+def pair_kernel(tensors: PairTensors, numbers: PairNumbers, OPTIONS: tl.constexpr):
     """Run one stage of making ``Pairs``."""
-    tensors = PairTensors(
-        bits_ptr,
-        cells_ptr,
-        alone_ptr,
-        last_ptr,
-        order_ptr,
-        rank_ptr,
-        pieces_ptr,
-        lasts_ptr,
-        alike_ptr,
-        counts_ptr,
-        ends_ptr,
-        first_ptr,
-        owner_ptr,
-        starts_ptr,
-        entries_ptr,
-        seen_ptr,
-        keys_ptr,
-        parts_of_ptr,
-        places_ptr,
-        sums_ptr,
-        begin_ptr,
-        parts_ptr,
-        items_ptr,
-        owners_ptr,
-        real_ptr,
-        out_bits_ptr,
-    )
-    numbers = PairNumbers(
-        pairs,
-        items,
-        group,
-        words,
-        in_list,
-        in_blocks,
-        sorted,
-        kept,
-        chunks,
-        most,
-        most_apart,
-        programs,
-        turns,
-        rows,
-        lists,
-        bound,
-        head,
-        window,
-        alike,
-    )
     pid = tl.program_id(0)
     if OPTIONS.STAGE == "apart":
         find_apart(pid, tensors, numbers, OPTIONS)

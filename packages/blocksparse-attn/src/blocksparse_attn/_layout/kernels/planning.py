@@ -15,12 +15,10 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._attention.portable.form import launch_of
+from ..._linked.launch.entries import flat
 from .. import lists as layout_lists
 from ..lists import Lists, ListSpec, Pairs, common_bounds, empty_lists, piece_of, steps_of
-from .lists import bit_kernel, list_kernel
-from .pair_blocks import RANKED
-from .pairs import pair_kernel
-from .structures import (
+from .arguments import (
     BitNumbers,
     BitOptions,
     BitTensors,
@@ -30,7 +28,11 @@ from .structures import (
     PairNumbers,
     PairOptions,
     PairTensors,
+    Pieces,
 )
+from .lists import bit_kernel, list_kernel
+from .pair_blocks import RANKED
+from .pairs import pair_kernel
 
 # entries of ``col``, or items, per program
 BLOCK = 512
@@ -48,7 +50,7 @@ def _launch(kernel: Any, options: Any, form: tuple[Any, ...]) -> Any:
 def _run(kernel: Any, options: Any, grid: int, tensors: Any, numbers: Any) -> None:
     """Run a launch that is cached by the tensors' dtypes and devices, and by which are None."""
     form = tuple(None if t is None else (t.dtype, t.device) for t in tensors)
-    _launch(kernel, options, form)(grid, tensors, numbers)
+    _launch(kernel, options, form)(grid, tensors, flat(numbers))
 
 
 def mark_bits(
@@ -57,7 +59,7 @@ def mark_bits(
     cols: int,
     lists: tuple[int, int],
     items: int,
-    pieces: tuple[int, int, int, int, int],
+    pieces: Pieces,
     group: int,
     by_key: bool,
     causal: bool,
@@ -70,7 +72,7 @@ def mark_bits(
         cols: number of key blocks.
         lists: number of lists, and lines per list.
         items: bits per line.
-        pieces: ``parts_q`` to ``side`` of ``BitNumbers``.
+        pieces: how blocks are cut.
         group: heads that share the lines of a list.
         by_key: whether lines are columns.
         causal: leave out blocks after the diagonal.
@@ -79,11 +81,20 @@ def mark_bits(
     count, lines = lists
     words = cdiv(items, 32)
     bits = torch.zeros((count * lines, words), dtype=torch.int32, device=crow.device)
-    chunks = cdiv(nnz, BLOCK)
-    steps = (rows + 1).bit_length()
-    numbers = BitNumbers(chunks, nnz, rows, cols, steps, group, lines, words, *pieces)
-    options = BitOptions(by_key, causal, BLOCK)
-    _run(bit_kernel, options, heads * chunks, BitTensors(crow, col, bits), numbers)
+    numbers = BitNumbers(
+        chunks=cdiv(nnz, BLOCK),
+        nnz=nnz,
+        rows=rows,
+        cols=cols,
+        steps=(rows + 1).bit_length(),
+        group=group,
+        lines=lines,
+        words=words,
+        pieces=pieces,
+    )
+    options = BitOptions(BY_KEY=by_key, IS_CAUSAL=causal, BLOCK=BLOCK)
+    tensors = BitTensors(crow_ptr=crow, col_ptr=col, bits_ptr=bits)
+    _run(bit_kernel, options, heads * numbers.chunks, tensors, numbers)
     return bits
 
 
@@ -114,7 +125,7 @@ def make_lists(
         own, shared = len(crow[part]), 1
         if spec.by_key:
             own, shared = min(step, groups - first), group
-        csr, blocks = (crow[part], col[part], cols), (1, 1, block_q, block_k, 1)
+        csr, blocks = (crow[part], col[part], cols), Pieces(1, 1, block_q, block_k)
         return mark_bits(*csr, (own, lines), items, blocks, shared, spec.by_key, spec.causal)
 
     chunks = max(cdiv(items, BLOCK), 1)
@@ -124,21 +135,44 @@ def make_lists(
     ends = made.begin.new_zeros(len(counts) + 1)
     common = None if rule is None else common_bounds(rule, block_q)
     members = pack if pack > 1 else stack
-    options = spec.by_key, spec.causal, pack > 1, members, spec.halves, BLOCK
+    options = ListOptions(
+        BY_KEY=spec.by_key,
+        IS_CAUSAL=spec.causal,
+        IS_PACKED=pack > 1,
+        MEMBERS=members,
+        HALVES=spec.halves,
+        BLOCK=BLOCK,
+        WRITES=False,
+    )
 
     def run(first: int, bits: Tensor, writes: bool) -> None:
         own = min(step, groups - first)
-        held, words = min(heads - first * group, own * group), bits.shape[1]
-        span, bound = stack * side, len(made.items)
         numbers = ListNumbers(
-            owners, chunks, items, lines, words, held, group, packs, span, other, bound
+            owners=owners,
+            chunks=chunks,
+            items=items,
+            lines=lines,
+            words=bits.shape[1],
+            heads=min(heads - first * group, own * group),
+            group=group,
+            packs=packs,
+            span=stack * side,
+            block=other,
+            bound=len(made.items),
         )
         at = first * packs * owners
-        counted = slice(parts * at * chunks, None)
-        owned = made.begin[at:], made.whole[at:], made.items, made.members
-        tensors = ListTensors(bits, counts[counted], ends[counted], *owned, common)
+        tensors = ListTensors(
+            bits_ptr=bits,
+            counts_ptr=counts[parts * at * chunks :],
+            ends_ptr=ends[parts * at * chunks :],
+            begin_ptr=made.begin[at:],
+            whole_ptr=made.whole[at:],
+            items_ptr=made.items,
+            members_ptr=made.members,
+            common_ptr=common,
+        )
         grid = own * packs * owners * chunks
-        _run(list_kernel, ListOptions(*options, WRITES=writes), grid, tensors, numbers)
+        _run(list_kernel, options._replace(WRITES=writes), grid, tensors, numbers)
 
     for first in range(0, groups, step):
         bits = bits_of(first)
@@ -167,7 +201,7 @@ def make_pairs(
     in_blocks = in_list if side == 1 else in_list // side * 2
     rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
     items = rows * spec.group
-    cut, count = (parts_q, parts_k, piece, piece, side), (lists, in_list)
+    cut, count = Pieces(parts_q, parts_k, piece, piece, side), (lists, in_list)
     bits = mark_bits(crow, col, cols, count, items * side, cut, spec.group, True, spec.causal)
     blocks = lists * in_blocks
     pairs, chunks = blocks // 2, cdiv(items, BLOCK)
@@ -199,7 +233,7 @@ def make_pairs(
         parts_of_ptr=ints(programs, 4),
         places_ptr=longs(0),
         sums_ptr=longs(0),
-        **dict(zip(PairTensors._fields[-len(made) :], made, strict=True)),
+        made=made,
     )
     numbers = PairNumbers(
         pairs=pairs,
@@ -224,8 +258,10 @@ def make_pairs(
     )
 
     def run(stage: str, grid: int, x: PairTensors, n: PairNumbers) -> None:
-        options = PairOptions(stage, side, spec.causal, BLOCK, ENTRIES)
-        _run(pair_kernel, options, grid, x, n)
+        options = PairOptions(
+            STAGE=stage, SIDE=side, IS_CAUSAL=spec.causal, BLOCK=BLOCK, ENTRIES=ENTRIES
+        )
+        _run(pair_kernel, options, grid, flat(x), n)
 
     if side > 1:
         # the same stages for pieces, before blocks are made of them

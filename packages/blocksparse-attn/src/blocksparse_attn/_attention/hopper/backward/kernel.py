@@ -9,20 +9,16 @@ and dk and dv of a block that several own), they add in fp32 to sums in memory. 
 order of the accumulators' registers; ``row_kernel`` turns them into rows.
 """
 
+from __future__ import annotations
+
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.order import let_next_launch_begin, take_number
 from ...._linked.hopper.pipeline import EMPTY, LOG2E, TURN, barrier_sync, barriers
+from ...._linked.launch.entries import entry
+from ..arguments import BackwardNumbers, BackwardTensors
 from ..queries.schedule import floor_div
-from ..structures import (
-    BackwardNumbers,
-    BackwardPipeline,
-    BackwardTensors,
-    Gradients,
-    Mine,
-    Origin,
-    Work,
-)
+from ..structures import BackwardPipeline, Gradients, Mine, Origin, Work
 from .lists import OTHERS, count_turns, find_keys, find_program, owned_by
 from .order import await_pieces, first_tile_of_keys, pass_pieces
 from .pieces import add_block, key_positions, tiles, write_block
@@ -179,42 +175,9 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
     )
 
 
-# numbers and pointers to caller-allocated tensors are never specialised; see ``runtime.py``
-@gluon.jit(
-    do_not_specialize=BackwardNumbers._fields[1:],
-    do_not_specialize_on_alignment=BackwardTensors._fields[11:],
-)
+@entry(gluon.jit)
 def hopper_backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    dk_desc,
-    dv_desc,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    lse2_ptr,
-    delta_ptr,
-    begin_ptr,
-    parts_ptr,
-    items_ptr,
-    owners_ptr,
-    real_ptr,
-    bits_ptr,
-    cu_seqlens_ptr,
-    counters_ptr,
-    scale,
-    batch,
-    heads_k,
-    span,
-    tokens_q,
-    tokens_k,
-    tiles_q,
-    tiles_k,
-    rows,
-    list_pieces,
-    OPTIONS: gl.constexpr,
+    tensors: BackwardTensors, numbers: BackwardNumbers, OPTIONS: gl.constexpr
 ):
     """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
 
@@ -222,40 +185,16 @@ def hopper_backward_kernel(
     writes its blocks of dk and dv or adds to their sums, and adds to the sums of dq. Without
     ``MAKES_DQ`` it makes no dq, and programs add to a sum in the order of their list: ``order.py``.
     """
-    tensors = BackwardTensors(
-        q_desc,
-        k_desc,
-        v_desc,
-        dout_desc,
-        dk_desc,
-        dv_desc,
-        dq_ptr,
-        dk_ptr,
-        dv_ptr,
-        lse2_ptr,
-        delta_ptr,
-        begin_ptr,
-        parts_ptr,
-        items_ptr,
-        owners_ptr,
-        real_ptr,
-        bits_ptr,
-        cu_seqlens_ptr,
-        counters_ptr,
-    )
-    numbers = BackwardNumbers(
-        scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
-    )
     gl.static_assert(EMPTY + OPTIONS.STAGES <= MADE, "stages outnumber the barriers")
-    programs = gl.load(real_ptr)
+    programs = gl.load(tensors.real_ptr)
     if OPTIONS.MAKES_DQ:
         let_next_launch_begin()
-    there = programs * batch
+    there = programs * numbers.batch
     if not OPTIONS.PER_HEAD:
-        there *= heads_k
+        there *= numbers.heads_k
     pid = gl.program_id(0)
     if not OPTIONS.MAKES_DQ:
-        pid = take_number(counters_ptr)
+        pid = take_number(tensors.counters_ptr)
     # the host only knows an upper bound of the number of programs
     if pid < there:
         program = find_program(pid, programs, tensors, numbers, OPTIONS)

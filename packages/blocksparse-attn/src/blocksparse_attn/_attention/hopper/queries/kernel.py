@@ -6,10 +6,14 @@ two heads of one row of blocks if heads share a pattern, else one head. Each of 
 whole blocks. A step is 128 keys, in as many blocks of the list as that takes.
 """
 
+from __future__ import annotations
+
 from ...._linked.hopper.compat import gl, gluon, hopper, tma
 from ...._linked.hopper.pipeline import LOG2E, SLOTS, TURN, barrier_arrive, barrier_sync, barriers
+from ...._linked.launch.entries import entry
+from ..arguments import QueryNumbers, QueryTensors
 from ..boxes import boxes_of
-from ..structures import QueryNumbers, QueryPipeline, QueryTensors, Task
+from ..structures import QueryPipeline, Task
 from .forward import make_output
 from .gradients import make_dq
 from .producer import produce
@@ -47,100 +51,29 @@ def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr)
         barrier_sync(TURN, 256, 4)
 
 
-# numbers and pointers are never specialised; see ``runtime.py``
-@gluon.jit(
-    do_not_specialize=QueryNumbers._fields[1:],
-    do_not_specialize_on_alignment=QueryTensors._fields[5:],
-)
-def hopper_query_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    out_desc,
-    out_ptr,
-    lse_ptr,
-    lse2_ptr,
-    delta_ptr,
-    ticket_ptr,
-    begin_ptr,
-    whole_ptr,
-    items_ptr,
-    members_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    scale,
-    batch,
-    heads_q,
-    tokens_q,
-    tokens_k,
-    width,
-    tiles,
-    span,
-    last,
-    total,
-    list_rows,
-    list_stride,
-    extent_k,
-    OPTIONS: gl.constexpr,
-):
-    """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
-
-    With ``dout_desc``: ``dq = scale * (p * (dout v^T - delta)) k``. The kernel is persistent and
-    warp-specialised: programs take tiles of queries from a counter; one warp produces, two
-    warpgroups consume.
-    """
-    tensors = QueryTensors(
-        q_desc,
-        k_desc,
-        v_desc,
-        dout_desc,
-        out_desc,
-        out_ptr,
-        lse_ptr,
-        lse2_ptr,
-        delta_ptr,
-        ticket_ptr,
-        begin_ptr,
-        whole_ptr,
-        items_ptr,
-        members_ptr,
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-    )
-    numbers = QueryNumbers(
-        scale,
-        batch,
-        heads_q,
-        tokens_q,
-        tokens_k,
-        width,
-        tiles,
-        span,
-        last,
-        total,
-        list_rows,
-        list_stride,
-        extent_k,
-    )
+@gluon.jit
+def _allocate(tensors, OPTIONS: gl.constexpr):
+    """Allocate a program's shared memory and its barriers."""
     ROWS: gl.constexpr = OPTIONS.ROWS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     STAGES_K: gl.constexpr = OPTIONS.STAGES_K
     STAGES_V: gl.constexpr = OPTIONS.STAGES_V
-    WIDTH: gl.constexpr = HEAD_DIM_V if dout_desc is None else HEAD_DIM
-    dtype: gl.constexpr = q_desc.dtype
+    WIDTH: gl.constexpr = HEAD_DIM_V if tensors.dout_desc is None else HEAD_DIM
+    dtype: gl.constexpr = tensors.q_desc.dtype
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM_V], dtype)
     F: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM], tensors.q_desc.layout)
     dout_s = None
-    if dout_desc is not None:
-        dout_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM_V], dout_desc.layout)
+    if tensors.dout_desc is not None:
+        dout_s = gl.allocate_shared_memory(
+            dtype, [2, 1, 1, 1, ROWS, HEAD_DIM_V], tensors.dout_desc.layout
+        )
     k_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, HEAD_DIM], K)
     v_s = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, HEAD_DIM_V], V)
-    out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, WIDTH], out_desc.layout)
+    out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, WIDTH], tensors.out_desc.layout)
     fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], F)
     q_full = barriers(2, 1)
     q_empty = barriers(2, 1)
@@ -149,7 +82,7 @@ def hopper_query_kernel(
     tile_full = barriers(SLOTS, 1)
     tile_empty = barriers(SLOTS, 2)
     hopper.fence_async_shared()
-    pipeline = QueryPipeline(
+    return QueryPipeline(
         q_s,
         dout_s,
         k_s,
@@ -162,9 +95,20 @@ def hopper_query_kernel(
         v_full,
         tile_full,
         tile_empty,
-        boxes_of(k_s, k_desc, OPTIONS.BLOCK_K),
-        boxes_of(v_s, v_desc, OPTIONS.BLOCK_K),
+        boxes_of(k_s, tensors.k_desc, OPTIONS.BLOCK_K),
+        boxes_of(v_s, tensors.v_desc, OPTIONS.BLOCK_K),
     )
+
+
+@entry(gluon.jit)
+def hopper_query_kernel(tensors: QueryTensors, numbers: QueryNumbers, OPTIONS: gl.constexpr):
+    """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
+
+    With ``dout_desc``: ``dq = scale * (p * (dout v^T - delta)) k``. The kernel is persistent and
+    warp-specialised: programs take tiles of queries from a counter; one warp produces, two
+    warpgroups consume.
+    """
+    pipeline = _allocate(tensors, OPTIONS)
     gl.warp_specialize(
         [
             (_consume, (0, tensors, numbers, pipeline, OPTIONS)),

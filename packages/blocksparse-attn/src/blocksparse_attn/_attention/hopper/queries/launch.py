@@ -14,7 +14,7 @@ from ...._linked.launch.runtime import MAX_COUNTS
 from ...call import Tensors
 from ...portable.form import Form, QueryTiles, launch_of, processors
 from ...tiles import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, padded_head_dim
-from ..structures import QueryNumbers, QueryOptions
+from ..arguments import QueryNumbers, QueryOptions, QueryTensors
 from .kernel import hopper_query_kernel
 
 # columns per copy: a tile of wider heads is several panels
@@ -158,20 +158,21 @@ class HopperForward(QueryWalk):
             lse.fill_(float("-inf"))
             return 0, (), ()
         grid, numbers = self._numbers(x)
-        # the fields of QueryTensors
-        tensors = (
-            self._map_q(q),
-            self._map_k(k),
-            self._map_v(x.v),
-            None,
-            self._map_out(out),
-            out,
-            lse,
-            None,
-            None,
-            self._ticket(q.device),
-            *walk,
-            x.cu_seqlens_q,
-            x.cu_seqlens_k,
+        begin, whole, items, members = walk
+        tensors = QueryTensors(
+            q_desc=self._map_q(q),
+            k_desc=self._map_k(k),
+            v_desc=self._map_v(x.v),
+            dout_desc=None,
+            out_desc=self._map_out(out),
+            out_ptr=out,
+            ticket_ptr=self._ticket(q.device),
+            begin_ptr=begin,
+            whole_ptr=whole,
+            items_ptr=items,
+            members_ptr=members,
+            lse_ptr=lse,
+            cu_seqlens_q_ptr=x.cu_seqlens_q,
+            cu_seqlens_k_ptr=x.cu_seqlens_k,
         )
         return grid, tensors, numbers
