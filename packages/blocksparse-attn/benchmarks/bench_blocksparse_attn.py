@@ -31,7 +31,6 @@ from _linked.plot import Panel, Series, draw, note_of
 from _linked.results import copy_gbps
 from _linked.timing import Timer, host_microseconds, synchronize
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
-from blocksparse_attn._layout.kept_lists import lists_for
 from cases import FAMILIES, PROBLEMS, Problem
 from checks import Inputs, first_keys, judge, make_inputs, reference
 from providers import PROVIDERS
@@ -142,7 +141,7 @@ def building_times(device: str, tokens: int) -> list[Row]:
         add(name, min(ms_of(functools.partial(layout, where)) for _ in range(3)))
     new = layout(device)
     for kind in ("tall", "short", "dq", "dkdv", "pairs"):
-        add(f"plan-{kind}", ms_of(functools.partial(lists_for, new, kind, 4, 128, 2, True)))
+        add(f"plan-{kind}", ms_of(functools.partial(new._lists.of, kind, 4, 128, 2, True)))
     return rows
 
 

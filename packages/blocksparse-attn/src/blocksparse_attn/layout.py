@@ -23,8 +23,8 @@ from ._layout.checks import (
     validate_csr,
 )
 from ._layout.indices import check_columns, rows_of_indices
-from ._layout.kept_lists import Readiness, is_capturing, keep, prepare_lists
-from ._layout.lists import dense_of
+from ._layout.kept_lists import KeptLists, is_capturing
+from ._layout.lists import by_sequence, dense_of
 from ._layout.plot import draw
 from ._layout.rows import dense_csr, density_of, local_strided_csr, mask_of
 from ._layout.values import State, are_equal, joined, of_heads, order_sums, read, write
@@ -119,9 +119,7 @@ class BlockSparseLayout:
             # fill the cache of ``detect`` before any trace: torch.compile may trace a call twice,
             # and the operators' fakes would otherwise fill it in between
             detect(col.device)
-        # ``Lists``, or ``Pairs``
-        self._kept_lists: dict[Any, tuple[Tensor, ...]] = {}
-        self._ready: Readiness | None = None
+        self._lists = KeptLists(self._crow, self._col, self._pattern, rule)
         self._calls: Memory[Checked] = Memory()
         # the same layout for other numbers of heads
         self._made: dict[int, BlockSparseLayout] = {}
@@ -133,11 +131,6 @@ class BlockSparseLayout:
         layout = cls.__new__(cls)
         layout._fill(State(*state))
         return layout
-
-    def _by_sequence(self, x: Tensor) -> Tensor:
-        """View a tensor with a row per sequence and head as ``[batch, heads, ...]``."""
-        batch = self._state.batch
-        return x.view(batch, len(x) // batch, *x.shape[1:]) if batch else x
 
     def _for_heads(self, heads_q: int) -> BlockSparseLayout:
         """Return the layout with ``heads_q`` heads, or with one head for all.
@@ -157,7 +150,7 @@ class BlockSparseLayout:
             made = self._make(*state)
             made._calls = self._calls
             if not (torch.compiler.is_compiling() or is_capturing(self.device)):
-                keep(made, (), ())
+                made._lists.keep((), ())
                 self._made[heads_q] = made
         return made
 
@@ -330,7 +323,8 @@ class BlockSparseLayout:
         return self._of_heads(self._col)
 
     def _of_heads(self, x: Tensor) -> Tensor:
-        return self._by_sequence(of_heads(x, self.num_heads, self._state.batch)).clone()
+        batch = self._state.batch
+        return by_sequence(of_heads(x, self.num_heads, batch), batch).clone()
 
     @property
     def batch(self) -> int | None:
@@ -411,8 +405,8 @@ class BlockSparseLayout:
             ValueError: on the first wrong entry; the message has its index, and the expected and
                 found values.
         """
-        csr = self._by_sequence(self._crow), self._by_sequence(self._col)
-        validate_csr(*csr, self.num_cols)
+        crow, col = (by_sequence(x, self._state.batch) for x in (self._crow, self._col))
+        validate_csr(crow, col, self.num_cols)
 
     def prepare(
         self,
@@ -450,7 +444,8 @@ class BlockSparseLayout:
         for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
             check_flag(name, flag)
         form = heads_q // heads_k, head_dim, dtype.itemsize, causal
-        prepare_lists(self._for_heads(heads_q), form, backward, paged, is_top_left(align))
+        lists = self._for_heads(heads_q)._lists
+        lists.prepare(form, backward, paged, is_top_left(align))
         return self
 
     def _shape(self) -> tuple[Any, ...]:

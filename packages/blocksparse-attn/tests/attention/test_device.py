@@ -90,7 +90,7 @@ def test_a_layout_planned_within_a_graph(device):
     with torch.cuda.graph(graph):
         got = step(case.with_options(layout=fresh))
     # what a capture computes is not there before its replay
-    assert not fresh._kept_lists
+    assert not fresh._lists.known
     assert not fresh._calls._known
     graph.replay()
     for mine, exact in zip(got, want, strict=True):

@@ -13,7 +13,6 @@ import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func, blocksparse_attn_varlen_func
 from blocksparse_attn._attention import ops
 from blocksparse_attn._attention.call import Common
-from blocksparse_attn._layout.kept_lists import lists_for
 from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -44,7 +43,7 @@ def arguments_of(case: Any) -> tuple[Any, ...]:
     q, k, v, layout = given["q"], given["k"], given["v"], given["layout"]
     kind = q.shape[-2] // k.shape[-2], max(q.shape[-1], v.shape[-1]), q.element_size(), True
     on_gpu = q.is_cuda or interpreted()
-    lists = [list(lists_for(layout, one, *kind)) if on_gpu else [] for one in LISTS]
+    lists = [list(layout._lists.of(one, *kind)) if on_gpu else [] for one in LISTS]
     tensors = q, k, v, given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     longest = given.get("max_seqlen_q", q.shape[-3]), given.get("max_seqlen_k", k.shape[-3])
     shape = layout.num_cols, *layout.block_size, layout.rows_alike, layout.max_row
@@ -126,7 +125,7 @@ def test_plan_passes_opcheck(shared, kind, device):
     )
     opcheck(ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
     made = ops.plan(*arguments)
-    for mine, kept in zip(made, lists_for(layout, kind, 2, 16, 4, True), strict=True):
+    for mine, kept in zip(made, layout._lists.of(kind, 2, 16, 4, True), strict=True):
         assert torch.equal(mine, kept)
 
 
@@ -262,7 +261,7 @@ def test_a_kernels_lists_compile(planned, device, compiled):
     if planned:
         assert layout.prepare(2, 2, 16, torch.float32, backward=True) is layout
     got = fast(*leaves)
-    assert bool(layout._kept_lists) == planned
+    assert bool(layout._lists.known) == planned
     grads = torch.autograd.grad(got.sin().sum(), leaves)
     want = blocksparse_attn_func(*leaves, layout)
     assert torch.equal(got, want)

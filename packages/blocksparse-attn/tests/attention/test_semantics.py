@@ -78,12 +78,9 @@ def test_blocks_right_of_the_diagonal_are_skipped(device):
     lower &= cols * 32 < (rows + 1) * 16
     tidy = BlockSparseLayout.from_dense(lower, (16, 32))
     assert_same(run(case.with_options(layout=tidy)), run(case))
-    from blocksparse_attn._layout.kept_lists import lists_for
-
-    if device.type == "cuda" or case.options["layout"]._kept_lists:
-        kept = [
-            lists_for(x, "tall", 1, 16, 4, True).begin[-1] for x in (tidy, case.options["layout"])
-        ]
+    if device.type == "cuda" or case.options["layout"]._lists.known:
+        layouts = tidy, case.options["layout"]
+        kept = [x._lists.of("tall", 1, 16, 4, True).begin[-1] for x in layouts]
         assert kept[0] == kept[1]
 
 

@@ -115,19 +115,18 @@ def test_lists_of_keys(block, seed, causal):
 
 def test_lists_are_made_once(device):
     from blocksparse_attn import blocksparse_attn_func
-    from blocksparse_attn._layout import kept_lists
 
     layout = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
-    lists = [kept_lists.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
+    lists = [layout._lists.of("tall", 1, 16, 4, True) for _ in range(2)]
     assert lists[0] is lists[1]
     # another layer of other heads may want other lists; the same spec shares them
-    other = kept_lists.lists_for(layout, "tall", 1, 8, 4, True)
+    other = layout._lists.of("tall", 1, 8, 4, True)
     assert other is lists[0]
     x = torch.randn(1, 64, 2, 16, device=device)
     before = blocksparse_attn_func(x, x, x, layout)
-    known = len(layout._kept_lists)
+    known = len(layout._lists.known)
     assert torch.equal(blocksparse_attn_func(x, x, x, layout), before)
-    assert len(layout._kept_lists) == known
+    assert len(layout._lists.known) == known
 
 
 class Stream:
@@ -155,27 +154,27 @@ class Part:
 def test_streams_wait_for_all_that_others_planned(monkeypatch):
     from blocksparse_attn._layout import kept_lists
 
-    layout = SimpleNamespace(device=torch.device("cuda", 0), _kept_lists={}, _ready=None)
+    lists = kept_lists.KeptLists(SimpleNamespace(device=torch.device("cuda", 0)), *[None] * 3)
     first, second, third = streams = [Stream(i) for i in range(3)]
     now = [first]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
     monkeypatch.setattr(kept_lists, "is_capturing", lambda _: capturing)
     capturing = False
     parts = [Part(), Part()]
-    kept_lists.join(layout)  # nothing is planned
+    lists.join()  # nothing is planned
     for now[0], part in zip((first, second), parts, strict=True):
-        kept_lists.keep(layout, (part,), (part,))
+        lists.keep((part,), (part,))
     made = set(second.seen)
     assert first.seen < made
     now[0], capturing = third, True
-    kept_lists.join(layout)
+    lists.join()
     assert not third.seen
     capturing = False
-    kept_lists.join(layout)
-    kept_lists.join(layout)
+    lists.join()
+    lists.join()
     assert third.seen == made
     assert [part.readers for part in parts] == [[1, 2], [2]]
-    assert layout._ready.streams == {stream.cuda_stream for stream in streams[1:]}
+    assert lists.ready.streams == {stream.cuda_stream for stream in streams[1:]}
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
@@ -183,6 +182,6 @@ def test_what_is_prepared_is_what_calls_walk(in_pages, device):
     case = make_packed(Packed((20, 3), (40, 9), 4, 2, 16), torch.float32, device)
     case = paged(case, 16) if in_pages else case
     layout = case.options["layout"].prepare(4, 2, 16, torch.float32, paged=in_pages)
-    known = set(layout._kept_lists)
+    known = set(layout._lists.known)
     run(case, grad=False)
-    assert set(layout._kept_lists) == known
+    assert set(layout._lists.known) == known

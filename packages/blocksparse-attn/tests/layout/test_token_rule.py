@@ -339,7 +339,7 @@ def test_the_portable_kernels_serve_rules(device, monkeypatch):
     layout = BlockSparseLayout.local_strided(2, 64, 16, 1, 3, device=device)
     layout = layout.with_token_rule(TokenRule.window(9, 0))
     layout.prepare(2, 2, 64, torch.bfloat16, backward=True)
-    assert {key[0] for key in layout._kept_lists if isinstance(key[0], str)} == {
+    assert {key[0] for key in layout._lists.known if isinstance(key[0], str)} == {
         "portable",
         "short",
         "dq",

@@ -15,12 +15,11 @@ from torch import Tensor
 from .._layout.kept_lists import (
     NAMESPACE,
     is_capturing,
-    lists_for,
     make_lists,
     spec_of,
     walks_lists,
 )
-from .._layout.lists import empty_lists
+from .._layout.lists import by_sequence, empty_lists
 from .._linked.host.internals import is_transformed, refuse_tangents
 from .._linked.host.operators import (
     differentiable,
@@ -229,11 +228,11 @@ def _walks(
     is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
     named = ("pairs", "tall") if by_rows else ("pairs",) if has_pairs else ()
     return Walks(
-        lists_for(layout, tall, *kind) if is_tall else (),
-        lists_for(layout, "short", *kind) if is_short else (),
-        lists_for(layout, "dq", *kind) if is_portable else (),
-        lists_for(layout, "dkdv", *kind) if is_portable else (),
-        sum((lists_for(layout, name, *kind) for name in named), ()),
+        layout._lists.of(tall, *kind) if is_tall else (),
+        layout._lists.of("short", *kind) if is_short else (),
+        layout._lists.of("dq", *kind) if is_portable else (),
+        layout._lists.of("dkdv", *kind) if is_portable else (),
+        sum((layout._lists.of(name, *kind) for name in named), ()),
     )
 
 
@@ -287,7 +286,8 @@ _call_backward = differentiable(backward, no_second_derivative("blocksparse_atte
 
 def _call_of(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Common:
     """Return the operators' last arguments."""
-    crow, col = map(layout._by_sequence, (layout._crow, layout._col))
+    batch = layout._pattern.batch
+    crow, col = (by_sequence(x, batch) for x in (layout._crow, layout._col))
     arguments: tuple[Any, ...] = crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
     return Common(*arguments)
 

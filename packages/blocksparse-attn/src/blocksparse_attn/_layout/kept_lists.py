@@ -1,10 +1,10 @@
-"""The lists that the kernels of a platform need; a layout keeps those that were made."""
+"""The lists that the kernels of a platform need, and those that a layout keeps."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from attn_common import Platform, detect
@@ -25,10 +25,7 @@ from .._attention.tiles import (
 from .._linked.host.forms import interpreted
 from .._linked.host.internals import current_stream, is_transformed
 from .._linked.host.operators import free_namespace
-from .lists import SIDE, Lists, ListSpec, Pairs
-
-if TYPE_CHECKING:
-    from ..layout import BlockSparseLayout
+from .lists import SIDE, Lists, ListSpec, Pairs, by_sequence
 
 NAMESPACE = free_namespace(__name__, "plan")
 # a constant, because dynamo does not trace cached functions
@@ -109,93 +106,110 @@ class Readiness(NamedTuple):
     streams: set[int]
 
 
-def join(layout: BlockSparseLayout) -> None:
-    """Let the current stream wait, once, for the lists that other streams made.
+class KeptLists:
+    """The lists that were made of a layout.
 
-    A capture cannot wait for an event outside it; PyTorch waits for the device before a capture.
+    Args:
+        crow: row pointers ``[heads, rows + 1]``, of all sequences' heads.
+        col: columns ``[heads, nnz]``.
+        pattern: the properties of the layout.
+        rule: its token rule, see ``TokenRule.bounds``.
     """
-    ready = layout._ready
-    if ready is None or is_capturing(layout.device):
-        return
-    stream = torch.cuda.current_stream(layout.device)
-    if stream.cuda_stream not in ready.streams:
-        stream.wait_event(ready.event)
-        for lists in list(layout._kept_lists.values()):
-            for part in lists:
-                # the allocator must not reuse the memory while this stream may read it
-                part.record_stream(stream)
-        ready.streams.add(stream.cuda_stream)
 
+    def __init__(self, crow: Tensor, col: Tensor, pattern: Pattern, rule: Tensor | None) -> None:
+        self._crow, self._col, self._pattern, self._rule = crow, col, pattern, rule
+        self._device = crow.device
+        # ``Lists``, or ``Pairs``, by kind and ``ListForm``, and by ``ListSpec``
+        self.known: dict[Hashable, tuple[Tensor, ...]] = {}
+        self.ready: Readiness | None = None
 
-def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
-    """Keep lists that the current stream has made with their layout, and record an event.
+    def join(self) -> None:
+        """Let the current stream wait, once, for the lists that other streams made.
 
-    One event covers all lists: each stream waits for the previous event before it records its own.
-    """
-    with _keeping:
-        if layout.device.type == "cuda":
-            join(layout)
-            stream = torch.cuda.current_stream(layout.device)
-            layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
-        # publish the lists last: whoever sees them must also see the event
-        layout._kept_lists.update(dict.fromkeys(keys, lists))
+        A capture cannot wait for an event outside it; PyTorch waits for the device before a
+        capture.
+        """
+        ready = self.ready
+        if ready is None or is_capturing(self._device):
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in ready.streams:
+            stream.wait_event(ready.event)
+            for lists in list(self.known.values()):
+                for part in lists:
+                    # the allocator must not reuse the memory while this stream may read it
+                    part.record_stream(stream)
+            ready.streams.add(stream.cuda_stream)
 
+    def keep(self, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
+        """Keep lists that the current stream has made, and record an event.
 
-def lists_for(
-    layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
-) -> tuple[Tensor, ...]:
-    """Return the lists that a kernel walks; the first call makes them, the layout keeps them."""
-    form = ListForm(group, head_dim, itemsize, causal)
-    key = (kind, *form)
-    kept = layout._kept_lists
-    if not torch.compiler.is_compiling():
-        join(layout)
-    if key in kept:
-        return kept[key]
-    if torch.compiler.is_compiling() or is_transformed():
-        # traced tensors must not be kept, and kernels cannot take a transform's tensors
-        made = getattr(torch.ops, NAMESPACE).plan.default(
-            *map(layout._by_sequence, (layout._crow, layout._col)),
-            *layout._pattern[2:6],
-            *form,
-            kind,
-            layout._rule,
-        )
-        return tuple(made)
-    pattern = layout._pattern
-    spec = spec_of(kind, detect(layout.device), pattern, form)
-    lists = kept.get(spec)
-    if lists is not None:
-        kept[key] = lists
+        One event covers all lists: each stream waits for the previous event before it records its
+        own.
+        """
+        with _keeping:
+            if self._device.type == "cuda":
+                self.join()
+                stream = torch.cuda.current_stream(self._device)
+                self.ready = Readiness(stream.record_event(), {stream.cuda_stream})
+            # publish the lists last: whoever sees them must also see the event
+            self.known.update(dict.fromkeys(keys, lists))
+
+    def of(
+        self, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the lists that a kernel walks; the first call makes them.
+
+        Args:
+            kind: as in ``spec_of``.
+            group: the first field of ``ListForm``; the others follow.
+        """
+        form, pattern = ListForm(group, head_dim, itemsize, causal), self._pattern
+        key = (kind, *form)
+        if not torch.compiler.is_compiling():
+            self.join()
+        if key in self.known:
+            return self.known[key]
+        if torch.compiler.is_compiling() or is_transformed():
+            # traced tensors must not be kept, and kernels cannot take a transform's tensors
+            made = getattr(torch.ops, NAMESPACE).plan.default(
+                by_sequence(self._crow, pattern.batch),
+                by_sequence(self._col, pattern.batch),
+                *pattern[2:6],
+                *form,
+                kind,
+                self._rule,
+            )
+            return tuple(made)
+        spec = spec_of(kind, detect(self._device), pattern, form)
+        lists = self.known.get(spec)
+        if lists is not None:
+            self.known[key] = lists
+            return lists
+        # a later call with gradients may use these lists
+        with torch.inference_mode(False):
+            block_size = pattern.block_q, pattern.block_k
+            made_of = self._crow, self._col, pattern.cols, block_size
+            lists = make_lists(*made_of, spec, self._rule)
+        if not is_capturing(self._device):
+            self.keep((key, spec), lists)
         return lists
-    # a later call with gradients may use these lists
-    with torch.inference_mode(False):
-        block_size = pattern.block_q, pattern.block_k
-        made_of = layout._crow, layout._col, pattern.cols, block_size
-        lists = make_lists(*made_of, spec, layout._rule)
-    if not is_capturing(layout.device):
-        keep(layout, (key, spec), lists)
-    return lists
 
-
-def prepare_lists(
-    layout: BlockSparseLayout,
-    form: tuple[int, int, int, bool],
-    backward: bool,
-    paged: bool,
-    top_left: bool,
-) -> None:
-    """Make the lists of later calls; ``form`` holds the arguments of ``lists_for``."""
-    if not walks_lists(layout.device):
-        return
-    _, head_dim, itemsize, causal = form
-    is_early = tiles.may_end_early(causal, top_left) or layout._rule is not None
-    kinds = ["portable" if paged or is_early else "tall", "short"]
-    if backward:
-        kinds += ["dq", "dkdv"]
-        pattern, heads = layout._pattern, layout._crow.shape[0]
-        is_taken = tiles.suits_hopper_backward(detect(layout.device), head_dim, itemsize)
-        if is_taken and not (is_early or pattern.batch) and tiles.has_few_pieces(pattern, heads):
-            kinds.append("pairs")
-    for kind in kinds:
-        lists_for(layout, kind, *form)
+    def prepare(
+        self, form: tuple[int, int, int, bool], backward: bool, paged: bool, top_left: bool
+    ) -> None:
+        """Make the lists of later calls; ``form`` holds the fields of ``ListForm``."""
+        if not walks_lists(self._device):
+            return
+        _, head_dim, itemsize, causal = form
+        is_early = tiles.may_end_early(causal, top_left) or self._rule is not None
+        kinds = ["portable" if paged or is_early else "tall", "short"]
+        if backward:
+            kinds += ["dq", "dkdv"]
+            pattern, heads = self._pattern, self._crow.shape[0]
+            is_taken = tiles.suits_hopper_backward(detect(self._device), head_dim, itemsize)
+            may_pair = is_taken and not (is_early or pattern.batch)
+            if may_pair and tiles.has_few_pieces(pattern, heads):
+                kinds.append("pairs")
+        for kind in kinds:
+            self.of(kind, *form)

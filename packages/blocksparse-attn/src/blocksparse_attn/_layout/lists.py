@@ -126,6 +126,11 @@ def empty_lists(
     return Lists(longs(total + 1), longs(total), ints(heads * nnz + 1), ints(heads * nnz + 1))
 
 
+def by_sequence(x: Tensor, batch: int) -> Tensor:
+    """View a tensor with a row per sequence and head as ``[batch, heads, ...]``; 0: as it is."""
+    return x.view(batch, len(x) // batch, *x.shape[1:]) if batch else x
+
+
 def piece_of(block_size: tuple[int, int]) -> int:
     return min(*block_size, SIDE)
 
