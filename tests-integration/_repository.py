@@ -71,28 +71,11 @@ def sources(root: Path) -> Iterator[tuple[Path, Path, ast.Module]]:
             yield package, path.relative_to(base), parse(path.read_text())
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
-def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below one, except those that only a type checker reads."""
-    for child in ast.iter_child_nodes(node):
-        if _is_type_checking(child):
-            for other in child.orelse:
-                yield other
-                yield from _run_nodes(other)
-        else:
-            yield child
-            yield from _run_nodes(child)
-
-
 def imports(
-    tree: ast.Module, *, top_level_only: bool = False, at_run_time: bool = False
+    tree: ast.Module, *, top_level_only: bool = False
 ) -> Iterator[tuple[int, str, list[str]]]:
     """Yield (level, module, names) of every import statement."""
-    nodes = _run_nodes(tree) if at_run_time else ast.walk(tree)
-    for node in tree.body if top_level_only else nodes:
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield 0, alias.name, []
