@@ -319,11 +319,14 @@ class BackwardPlan:
             tokens_k,
             tiles=tiles,
             span=form.span_k(tokens_q),
+            splits=1,
+            fills=0,
             list_rows=list_rows,
             list_stride=form.lists_apart(form.heads_k * list_rows, list_rows),
             extent=form.extent_q,
-            dout=dout,
+            table_stride=0,
             rule_stride=rule_stride,
+            dout=dout,
         )
         of_rows = RowNumbers(tokens_q=tokens_q, rows=rows, dout=dout, heads_q=form.heads_q)
         grid = tiles * form.heads_k * form.grid_batch

@@ -74,21 +74,21 @@ class Tensors(NamedTuple):
     q_ptr: Foreign
     k_ptr: Foreign
     v_ptr: Foreign
-    out_ptr: Foreign  # the output, dq, or dk
-    # the lists, as ``Lists``
-    begin_ptr: Foreign
-    whole_ptr: Foreign
-    items_ptr: Foreign
-    members_ptr: Foreign
-    # the forward only; results of each split are in the parts
-    lse_ptr: Foreign = None
-    part_out_ptr: Foreign = None
-    part_lse_ptr: Foreign = None
     # the backward only
     dout_ptr: Foreign = None
     lse2_ptr: Foreign = None
     delta_ptr: Foreign = None
+    out_ptr: Foreign = None  # the output, dq, or dk
     dv_ptr: Foreign = None
+    lse_ptr: Foreign = None
+    # results of each split
+    part_out_ptr: Foreign = None
+    part_lse_ptr: Foreign = None
+    # the lists, as ``Lists``
+    begin_ptr: Foreign = None
+    whole_ptr: Foreign = None
+    items_ptr: Foreign = None
+    members_ptr: Foreign = None
     # None if all sequences have one length
     cu_seqlens_q_ptr: Foreign = None
     cu_seqlens_k_ptr: Foreign = None
@@ -106,17 +106,17 @@ class Numbers(NamedTuple):
     tokens_k: Number
     tiles: Number  # tiles of positions per unit, or tiles of keys per head
     span: Number  # units, or heads, that are worked on together
+    splits: Number
+    fills: Number  # whether the short grid writes padding
     list_rows: Number  # owners in the lists of a unit
     list_stride: Number  # owners per sequence, or 0 if all sequences share their lists
     extent: Number  # keys that the layout covers, or queries if the walk is over queries
+    table_stride: Number
+    rule_stride: Number  # between the rules of two sequences, or 0
+    dout: Strides
     q: Strides
     k: Strides
     v: Strides
-    dout: Strides = NO_STRIDES
-    splits: Number = 1
-    fills: Number = 0  # whether the short grid writes padding
-    table_stride: Number = 0
-    rule_stride: Number = 0  # between the rules of two sequences, or 0
 
 
 class RowTensors(NamedTuple):

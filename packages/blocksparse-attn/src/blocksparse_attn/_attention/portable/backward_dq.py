@@ -27,10 +27,10 @@ def _dq_walk(dq, values, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPT
             live = live_keys(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
         keys_64 = keys.to(tl.int64)
         k_t = load_rows(
-            walk.k_ptr, keys_64 * numbers.k.token, live, OPTIONS, False, MASKED, TURNED=True
+            rows.k_ptr, keys_64 * numbers.k.token, live, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_N]
         v_t = load_rows(
-            walk.v_ptr, keys_64 * numbers.v.token, live, OPTIONS, True, MASKED, TURNED=True
+            rows.v_ptr, keys_64 * numbers.v.token, live, OPTIONS, True, MASKED, TURNED=True
         )  # [BLOCK_DV, BLOCK_N]
         products = dot(values.q, k_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]

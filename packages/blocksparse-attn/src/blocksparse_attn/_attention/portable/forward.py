@@ -39,10 +39,10 @@ def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTI
         live = keys >= 0
         if MASKED:
             live = live_keys(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
-        k_at = key_offsets(keys, live, numbers.k, walk.table_ptr, MASKED, PAGE)
-        v_at = key_offsets(keys, live, numbers.v, walk.table_ptr, MASKED, PAGE)
+        k_at = key_offsets(keys, live, numbers.k, rows.table_ptr, MASKED, PAGE)
+        v_at = key_offsets(keys, live, numbers.v, rows.table_ptr, MASKED, PAGE)
         # [BLOCK_D, BLOCK_N]
-        k = load_rows(walk.k_ptr, k_at, live, OPTIONS, False, MASKED, TURNED=True)
+        k = load_rows(rows.k_ptr, k_at, live, OPTIONS, False, MASKED, TURNED=True)
         s = dot(q, k, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
             # fold the scale into the exponential's multiply-add; it is not negative: max commutes
@@ -62,7 +62,7 @@ def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTI
         p = tl.exp2(s * factor - pivot[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v = load_rows(walk.v_ptr, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
+        v = load_rows(rows.v_ptr, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
         acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)
         m_i = m_new
         block, members = fetch_keys(step + 1, ranges, tensors, HAS_MEMBERS, OPTIONS)

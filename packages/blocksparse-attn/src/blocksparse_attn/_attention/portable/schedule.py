@@ -175,15 +175,8 @@ def _list_of(work, list_row, is_known, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def key_walk(rows, tensors, numbers, OPTIONS: tl.constexpr):
-    """Return the keys and the ranges of its list that a tile of queries walks."""
+    """Return the ranges of its list that a tile of queries walks."""
     work = rows.work
-    batch, token, table_ptr = rows.batch, work.k_start, tensors.block_table_ptr
-    if OPTIONS.PAGE:
-        batch, token = 0, 0  # pointers to the whole cache
-        table_ptr += rows.batch * numbers.table_stride
-    head = (work.unit // OPTIONS.PACKS).to(tl.int64)
-    k_ptr = pointer_to(tensors.k_ptr, numbers.k, batch, token, head)
-    v_ptr = pointer_to(tensors.v_ptr, numbers.v, batch, token, head)
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     # items per step
     PER_STEP: tl.constexpr = OPTIONS.BLOCK_N // BLOCK_K if OPTIONS.BLOCK_N > BLOCK_K else 1
@@ -202,8 +195,7 @@ def key_walk(rows, tensors, numbers, OPTIONS: tl.constexpr):
         cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_K), 1)
     whole = (whole_end - start) // PER_STEP * PER_STEP
     rest = start + whole
-    ranges = start, whole, rest, seen_end - rest, cut, cut_end - cut
-    return Walk(k_ptr, v_ptr, table_ptr, *ranges)
+    return Walk(start, whole, rest, seen_end - rest, cut, cut_end - cut)
 
 
 @triton.jit
@@ -226,6 +218,15 @@ def rows_of(work, tensors, numbers, OPTIONS: tl.constexpr):
     head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
     # padding has no row in per-sequence tensors
     sequence = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
+    k_ptr, v_ptr, table_ptr = tensors.k_ptr, tensors.v_ptr, tensors.block_table_ptr
+    if not OPTIONS.PAGE:
+        k_ptr = pointer_to(k_ptr, numbers.k, sequence, work.k_start, 0)
+        v_ptr = pointer_to(v_ptr, numbers.v, sequence, work.k_start, 0)
+    head_k = (work.unit // OPTIONS.PACKS).to(tl.int64)
+    k_ptr += head_k * numbers.k.head
+    v_ptr += head_k * numbers.v.head
+    if OPTIONS.PAGE:
+        table_ptr += sequence * numbers.table_stride
     positions = row + work.diagonal
     first = work.tile * OPTIONS.POSITIONS
     first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)
@@ -248,7 +249,7 @@ def rows_of(work, tensors, numbers, OPTIONS: tl.constexpr):
         # under a causal mask, a query after the last key sees what a query at that key sees
         positions = tl.minimum(positions, work.seqlen_k - 1)
     seen = positions, bits, first_position, last_position, span_start, first_key, last_key
-    return Rows(work, sequence, row, head, inside, *seen)
+    return Rows(work, k_ptr, v_ptr, table_ptr, sequence, row, head, inside, *seen)
 
 
 @triton.jit

@@ -34,16 +34,13 @@ class Work(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The keys and values of a tile of queries, and the ranges of its list that it walks.
+    """The ranges of a list that a tile of queries walks.
 
     ``whole`` items from ``start`` on fill steps that every row sees whole. The ``rests`` items from
     ``rest`` on (whole blocks that do not fill a step, or that the sequence's end cuts) and the
     ``cuts`` items from ``cut`` on need a mask.
     """
 
-    k_ptr: Any
-    v_ptr: Any
-    table_ptr: Any  # pages of the sequence, or None
     start: Any
     whole: Any
     rest: Any
@@ -79,9 +76,13 @@ class Ranges(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile of queries, and what they see."""
+    """The rows of a tile of queries, the keys and values of their head, and what they see."""
 
     work: Any
+    # of the sequence, or of the whole cache
+    k_ptr: Any
+    v_ptr: Any
+    table_ptr: Any  # pages of the sequence, or None
     batch: Any  # the sequence, clamped to 0 .. batch - 1, as int64
     row: Any  # index in the sequence
     head: Any
