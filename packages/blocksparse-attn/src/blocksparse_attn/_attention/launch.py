@@ -263,7 +263,14 @@ class BackwardPlan:
         if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # no query sees a key
             return dq.zero_(), dk.zero_(), dv.zero_()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-        rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
+        rows = RowTensors(
+            out_ptr=out,
+            dout_ptr=dout,
+            lse_ptr=lse,
+            dlse_ptr=dense(dlse),
+            delta_ptr=delta,
+            lse2_ptr=lse2,
+        )
         if self._is_for_hopper(x, walks):
             self._hopper(x, rows, walks.pairs, dq, dk, dv)
         else:

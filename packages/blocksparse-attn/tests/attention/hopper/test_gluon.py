@@ -177,10 +177,10 @@ WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V &
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 ARRIVE_K = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
-    ("_copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
-    ("_copy_blocks", "panel * 64)", "0)"),
-    ("_copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
-    ("copy_values", "= EMPTY + OPTIONS.STAGES_K", "= EMPTY"),
+    ("copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
+    ("copy_blocks", "panel * 64)", "0)"),
+    ("copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
+    ("copy_blocks", "= EMPTY + OPTIONS.STAGES_K if OF_V", "= EMPTY if OF_V"),
     ("produce", "before = items\n", "pass\n"),
     ("copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),

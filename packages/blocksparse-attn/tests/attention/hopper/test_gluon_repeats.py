@@ -177,8 +177,8 @@ WAIT_DQ = "dq = hopper.warpgroup_mma_wait(0, deps=(dq,))"
 TURN_OF_0 = "turn = program.index * 0"
 # whether the kernel is that of dq
 MISTAKES = [
-    (True, "_copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
-    (True, "copy_values", "= EMPTY + OPTIONS.STAGES_K", "= EMPTY"),
+    (True, "copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
+    (True, "copy_blocks", "= EMPTY + OPTIONS.STAGES_K if OF_V", "= EMPTY if OF_V"),
     (True, "copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     (True, "copy_queries", "+ tensors.dout_desc.block_type.nbytes", ""),
     (True, "produce", "items = coming", "pass"),

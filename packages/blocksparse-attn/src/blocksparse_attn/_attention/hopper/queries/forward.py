@@ -41,7 +41,6 @@ def _write(
     ROWS: gl.constexpr = OPTIONS.ROWS
     O: gl.constexpr = o.type.layout
     row, head, sequence, q_start, len_q = place
-    out_s = pipeline.out_s.index(W)
     rows = row + gl.arange(0, ROWS, lse.type.layout)  # [ROWS]
     if RAGGED:
         lse_at = head.to(gl.int64) * numbers.tokens_q + q_start
@@ -53,7 +52,7 @@ def _write(
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
     # values that no query sees may be NaN
     o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
-    send(o, place, out_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
+    send(o, place, W, tensors, numbers, pipeline)
 
 
 @gluon.jit

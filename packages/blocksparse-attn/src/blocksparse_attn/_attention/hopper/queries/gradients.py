@@ -113,7 +113,6 @@ def make_dq(
     ROWS: gl.constexpr = OPTIONS.ROWS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     walk, place = task.walk, task.place
@@ -132,6 +131,5 @@ def make_dq(
     # a fully masked row may hold NaN
     is_blind = gl.convert_layout(lse2 == INF, gl.SliceLayout(1, O))  # [ROWS]
     dq = gl.where(is_blind[:, None], 0.0, dq * numbers.scale)
-    dq_s = pipeline.out_s.index(W)
-    send(dq, place, dq_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
+    send(dq, place, W, tensors, numbers, pipeline)
     return turn

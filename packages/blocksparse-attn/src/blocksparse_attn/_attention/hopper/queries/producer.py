@@ -51,21 +51,17 @@ def fetch(walk, step, alive, tensors, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_blocks(
-    desc,
-    boxes_s,
-    full,
-    items,
-    where,
-    turn,
-    ROOM: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Copy a step's blocks into one tile, panel by panel, once its stage is empty."""
-    PANELS: gl.constexpr = WIDTH // 64
+def copy_blocks(OF_V: gl.constexpr, items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
+    """Copy a step's blocks of keys, or of values, panel by panel, once their stage is empty."""
+    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
+    STAGES: gl.constexpr = OPTIONS.STAGES_V if OF_V else OPTIONS.STAGES_K
+    ROOM: gl.constexpr = EMPTY + OPTIONS.STAGES_K if OF_V else EMPTY
+    PANELS: gl.constexpr = (OPTIONS.HEAD_DIM_V if OF_V else OPTIONS.HEAD_DIM) // 64
     PER_STEP: gl.constexpr = items.shape[0]
+    if OF_V:
+        desc, boxes_s, full = tensors.v_desc, pipeline.v_boxes, pipeline.v_full
+    else:
+        desc, boxes_s, full = tensors.k_desc, pipeline.k_boxes, pipeline.k_full
     stage = turn % STAGES
     if turn >= STAGES:
         barrier_sync(ROOM + stage, PARTIES, 1)
@@ -76,21 +72,6 @@ def _copy_blocks(
         for panel in gl.static_range(PANELS):
             box = boxes_s.index((stage * PANELS + panel) * PER_STEP + i)
             copy_in(desc, (x, sequence, head, first, panel * 64), full.index(stage), box)
-
-
-@gluon.jit
-def copy_keys(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
-    place = tensors.k_desc, pipeline.k_boxes, pipeline.k_full
-    STAGES: gl.constexpr = OPTIONS.STAGES_K
-    _copy_blocks(*place, items, where, turn, EMPTY, STAGES, OPTIONS.BLOCK_K, OPTIONS.HEAD_DIM)
-
-
-@gluon.jit
-def copy_values(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
-    place = tensors.v_desc, pipeline.v_boxes, pipeline.v_full
-    STAGES: gl.constexpr = OPTIONS.STAGES_V
-    ROOM: gl.constexpr = EMPTY + OPTIONS.STAGES_K
-    _copy_blocks(*place, items, where, turn, ROOM, STAGES, OPTIONS.BLOCK_K, OPTIONS.HEAD_DIM_V)
 
 
 @gluon.jit
@@ -182,17 +163,17 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
         for step in range(walk.halves + steps_of(walk, OPTIONS)):
             # load the next step's entries while this step's keys wait for a free stage
             coming = fetch(walk, step + 1, alive, tensors, OPTIONS)
-            copy_keys(items, where, turn, tensors, pipeline, OPTIONS)
+            copy_blocks(False, items, where, turn, tensors, pipeline, OPTIONS)
             turn += 1
             if not IS_FORWARD:
-                copy_values(items, where, turn_v, tensors, pipeline, OPTIONS)
+                copy_blocks(True, items, where, turn_v, tensors, pipeline, OPTIONS)
                 turn_v += 1
             if step == 0:
                 copy_queries(tile, first_row, count, tensors, pipeline, OPTIONS)
                 # the next tile's number arrives during the copies of keys
                 ticket = gl.num_programs(0) + gl.atomic_add(tensors.ticket_ptr, 1, sem="relaxed")
             elif IS_FORWARD:
-                copy_values(before, where, turn_v, tensors, pipeline, OPTIONS)
+                copy_blocks(True, before, where, turn_v, tensors, pipeline, OPTIONS)
                 turn_v += 1
             before = items
             items = coming
@@ -202,7 +183,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr):
         walk = survey(tile, tensors, numbers, OPTIONS)
         ticket = tile.ticket
         if IS_FORWARD:
-            copy_values(before, where, turn_v, tensors, pipeline, OPTIONS)
+            copy_blocks(True, before, where, turn_v, tensors, pipeline, OPTIONS)
             turn_v += 1
     say_the_end(index, count, turn, turn_v, pipeline, OPTIONS)
     if ticket == numbers.total + gl.num_programs(0) - 1:

@@ -101,18 +101,20 @@ def _load_entries(at, there, tensors, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
-    """Round a warpgroup's rows of the output or of dq, and start to store ``width`` columns."""
+def send(o, place, W: gl.constexpr, tensors, numbers, pipeline):
+    """Round warpgroup ``W``'s rows of the output or of dq, and start to store them."""
+    RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     ROWS: gl.constexpr = o.shape[0]
     WIDTH: gl.constexpr = o.shape[1]
     row, head, sequence, q_start, len_q = place
+    out_s, width = pipeline.out_s.index(W), numbers.width
     tma.store_wait(0)
     tile_s = out_s.reshape([ROWS, WIDTH])
     tile_s.store(o.to(out_s.dtype))
     if row >= 0:
         hopper.fence_async_shared()
         where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
-        copy_out(desc, where, out_s)
+        copy_out(tensors.out_desc, where, out_s)
     else:
         # the TMA clips at a sequence's end, but the copy must begin inside the sequence
         LANES: gl.constexpr = WIDTH // 8
@@ -126,5 +128,5 @@ def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
             first = sequence.to(gl.int64) * opaque(numbers.tokens_q)
         # opaque: the compiler would hoist the products that tiles share, into registers
         at = ((first + lines).to(gl.int64) * opaque(numbers.heads_q) + head) * opaque(width)
-        pointers = out_ptr + (at[:, None] + cols[None, :])
+        pointers = tensors.out_ptr + (at[:, None] + cols[None, :])
         gl.store(pointers, tile_s.load(B), mask=inside)  # [ROWS, WIDTH]
