@@ -214,7 +214,7 @@ MISTAKES = [
     ("_finish", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
     ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
     ("_consume", "barrier_arrive(TURN, 256, 4)", "barrier_arrive(TURN, 288, 4)"),
-    ("_allocate", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
+    ("hopper_query_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
 ]
 # of these, blocks of 32 show nothing
 OF_HALVES = ("rows_for", "survey", "half_places", "fetch", "_begin_in_halves")

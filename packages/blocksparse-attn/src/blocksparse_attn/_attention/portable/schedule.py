@@ -218,15 +218,16 @@ def rows_of(work, tensors, numbers, OPTIONS: tl.constexpr):
     head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
     # padding has no row in per-sequence tensors
     sequence = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
-    k_ptr, v_ptr, table_ptr = tensors.k_ptr, tensors.v_ptr, tensors.block_table_ptr
+    k_ptr, v_ptr = tensors.k_ptr, tensors.v_ptr
     if not OPTIONS.PAGE:
         k_ptr = pointer_to(k_ptr, numbers.k, sequence, work.k_start, 0)
         v_ptr = pointer_to(v_ptr, numbers.v, sequence, work.k_start, 0)
     head_k = (work.unit // OPTIONS.PACKS).to(tl.int64)
     k_ptr += head_k * numbers.k.head
     v_ptr += head_k * numbers.v.head
+    table_ptr = k_ptr  # not read without pages, but None could not be returned
     if OPTIONS.PAGE:
-        table_ptr += sequence * numbers.table_stride
+        table_ptr = tensors.block_table_ptr + sequence * numbers.table_stride
     positions = row + work.diagonal
     first = work.tile * OPTIONS.POSITIONS
     first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)

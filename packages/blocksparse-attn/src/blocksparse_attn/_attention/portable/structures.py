@@ -82,7 +82,7 @@ class Rows(NamedTuple):
     # of the sequence, or of the whole cache
     k_ptr: Any
     v_ptr: Any
-    table_ptr: Any  # pages of the sequence, or None
+    table_ptr: Any  # pages of the sequence
     batch: Any  # the sequence, clamped to 0 .. batch - 1, as int64
     row: Any  # index in the sequence
     head: Any

@@ -51,9 +51,14 @@ def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr)
         barrier_sync(TURN, 256, 4)
 
 
-@gluon.jit
-def _allocate(tensors, OPTIONS: gl.constexpr):
-    """Allocate a program's shared memory and its barriers."""
+@entry(gluon.jit)
+def hopper_query_kernel(tensors: QueryTensors, numbers: QueryNumbers, OPTIONS: gl.constexpr):
+    """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
+
+    With ``dout_desc``: ``dq = scale * (p * (dout v^T - delta)) k``. The kernel is persistent and
+    warp-specialised: programs take tiles of queries from a counter; one warp produces, two
+    warpgroups consume.
+    """
     ROWS: gl.constexpr = OPTIONS.ROWS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
@@ -82,7 +87,7 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
     tile_full = barriers(SLOTS, 1)
     tile_empty = barriers(SLOTS, 2)
     hopper.fence_async_shared()
-    return QueryPipeline(
+    pipeline = QueryPipeline(
         q_s,
         dout_s,
         k_s,
@@ -98,17 +103,6 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
         boxes_of(k_s, tensors.k_desc, OPTIONS.BLOCK_K),
         boxes_of(v_s, tensors.v_desc, OPTIONS.BLOCK_K),
     )
-
-
-@entry(gluon.jit)
-def hopper_query_kernel(tensors: QueryTensors, numbers: QueryNumbers, OPTIONS: gl.constexpr):
-    """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
-
-    With ``dout_desc``: ``dq = scale * (p * (dout v^T - delta)) k``. The kernel is persistent and
-    warp-specialised: programs take tiles of queries from a counter; one warp produces, two
-    warpgroups consume.
-    """
-    pipeline = _allocate(tensors, OPTIONS)
     gl.warp_specialize(
         [
             (_consume, (0, tensors, numbers, pipeline, OPTIONS)),
