@@ -38,7 +38,7 @@ class Kernel:
 
     def __init__(self, function: Any, reverse: bool = True) -> None:
         self.__name__ = function.__name__
-        self.params = function.params
+        self.params, self.arg_names = function.params, function.arg_names
         self.reverse = reverse
         self.backwards = False
         self.at_once = 1
