@@ -15,8 +15,7 @@ import torch
 import triton
 from flash_attn_triton import flash_attn_func, flash_attn_varlen_func, prepare
 from flash_attn_triton._dense import launch
-from flash_attn_triton._dense.call import Options
-from flash_attn_triton._dense.ops import Tensors
+from flash_attn_triton._dense.call import BackwardCall, ForwardCall, Options, Tensors
 from flash_attn_triton._dense.portable.form import Form
 from flash_attn_triton._linked.launch import builds, workers
 from flash_attn_triton._linked.launch.runtime import Launch
@@ -168,11 +167,14 @@ def test_what_is_built_is_what_is_launched(gpu, packed, monkeypatch):
         prepare(*x, **options)
     with counting(gpu) as launched, torch.no_grad():
         right = 0 if not packed else -1
-        absent = [None] * 9
         some = (starts, starts) if packed else (None, None)
-        numbers = 350, 350, 96**-0.5, -1, right, 0.0, 0.0
-        out, lse = launch.launch_forward(*x, *some, *absent, *numbers, torch.bfloat16, False)
-        launch.launch_backward(out, *x, out, lse, None, *some, *[None] * 5, *numbers, False, False)
+        numbers = 350, 350, Options(96**-0.5, -1, right, 0.0, 0.0)
+        call = ForwardCall(Tensors(*x, *some), *numbers, torch.bfloat16)
+        out, lse = launch.launch_forward(call)
+        given = BackwardCall(
+            out, *x, out, lse, None, *some, *[None] * 5, *numbers, False, needs_dbias=False
+        )
+        launch.launch_backward(given)
     assert len(launched) == 4
     assert built == launched
     assert waited == set(builds._builds)  # each launch asks for its build
