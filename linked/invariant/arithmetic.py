@@ -41,7 +41,7 @@ def _pivot_of(m):
 
 
 @triton.jit
-def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+def fold_keys(softmax, q, k, v, visible, scores, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Fold a tile of keys into the sums of its rows.
 
     ``q`` is ``[BLOCK_M, BLOCK_D]``, ``k`` ``[BLOCK_N, BLOCK_D]``, ``v`` ``[BLOCK_N, BLOCK_DV]``.
@@ -50,15 +50,15 @@ def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: t
     """
     s = _dot(q, tl.trans(k), TILE)  # [BLOCK_M, BLOCK_N]
     if OPTIONS.HAS_SOFTCAP:
-        s = tanh(s * (numbers.scale / numbers.softcap)) * (numbers.softcap * LOG2E)
+        s = tanh(s * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
     elif not OPTIONS.FOLD:
-        s = s * (numbers.scale * LOG2E)
+        s = s * (scores.scale * LOG2E)
     if visible is not None:
         s = tl.where(visible, s, NEG_INF)
     largest = tl.max(s, 1)  # [BLOCK_M]
     if OPTIONS.FOLD:
         # the scale is part of the exponential's fma; it is positive, so it commutes with max
-        factor = numbers.scale * LOG2E
+        factor = scores.scale * LOG2E
         m_new = tl.maximum(softmax.m_i, largest * factor)
     else:
         m_new = tl.maximum(softmax.m_i, largest)

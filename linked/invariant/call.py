@@ -1,10 +1,12 @@
-"""What a call under the law consists of: tensors, scores, keys, and what runs it."""
+"""What a call under the law consists of: tensors, keys, and what runs it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from .arguments import KeyStrides, ValueStrides
 
 
 class Call(NamedTuple):
@@ -30,17 +32,8 @@ class Call(NamedTuple):
     seqlens_k: Tensor | None = None
 
 
-class Scores(NamedTuple):
-    """The scale, softcap and window of scores; -1 is no window."""
-
-    scale: float
-    softcap: float
-    window_left: int
-    window_right: int
-
-
 class KeyForm(NamedTuple):
-    """Layout of keys and values: strides in elements, ``b`` of a sequence or a page."""
+    """Layout of keys and values."""
 
     head_dim_v: int
     heads_k: int
@@ -48,23 +41,11 @@ class KeyForm(NamedTuple):
     k_run: int
     k_bytes: int
     v_bytes: int
-    stride_kb: int
-    stride_ks: int
-    stride_kh: int
-    stride_kx: int
-    stride_kd: int
-    stride_vb: int
-    stride_vs: int
-    stride_vh: int
-    stride_vd: int
+    k: KeyStrides
+    v: ValueStrides
     descale_ndim: int = 0
     # a sequence of one query has all of its keys in pages, even if the call has new keys
     decode_from_cache: bool = False
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """All strides, in the order of the kernels' parameters."""
-        return tuple(getattr(self, name) for name in self._fields if name.startswith("stride_"))
 
 
 class InvariantRun(Protocol):

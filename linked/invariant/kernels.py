@@ -5,31 +5,25 @@ counted from the first key of the sequence. The sums of each segment start from 
 are merged in order: by the program that walked them, or by ``invariant_merge_kernel``.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
+from ..launch.entries import entry
+from ..portable.primitives import pointer_to
+from .arguments import MergeNumbers, MergeTensors, Numbers, Tensors
 from .arithmetic import finish, merge_segment, sink_alone
-from .structures import (
-    FOREIGN,
-    MERGE_FOREIGN,
-    MergeNumbers,
-    MergeTile,
-    Numbers,
-    Options,
-    Rows,
-    Softmax,
-    Source,
-    Tile,
-)
+from .structures import Rows, Softmax, Source
 from .walk import load_rows, locate, walk_segment
 
 
 @triton.jit
-def _store(total, out_rows, lse_rows, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _store(total, out_rows, lse_rows, inside, TILE: tl.constexpr):
     """Write the outputs and the log-sum-exps of rows to given pointers."""
     out, lse = finish(total)
-    cols = tl.arange(0, BLOCK)  # [BLOCK_DV]
-    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    cols = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
+    mask = inside[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
     pointers = out_rows[:, None] + cols[None, :]
     tl.store(pointers, out.to(out_rows.dtype.element_ty), mask=mask)
     if lse_rows is not None:
@@ -39,6 +33,7 @@ def _store(total, out_rows, lse_rows, inside, WIDTH: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _seen(place, diagonal, is_real, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Return ``(first, last, full_first, full_last)`` of a tile of rows; see ``Rows``."""
+    scores = numbers.scores
     first_row = place.tile * TILE.BLOCK_M
     last_row = tl.minimum(first_row + TILE.BLOCK_M, place.seqlen_q * OPTIONS.GROUP) - 1
     first_position = first_row // OPTIONS.GROUP + diagonal
@@ -48,153 +43,32 @@ def _seen(place, diagonal, is_real, numbers, OPTIONS: tl.constexpr, TILE: tl.con
     full_first = 0
     full_last = last
     if OPTIONS.HAS_LEFT:
-        first = tl.maximum(first, first_position - numbers.window_left)
-        full_first = tl.maximum(full_first, last_position - numbers.window_left)
+        first = tl.maximum(first, first_position - scores.window_left)
+        full_first = tl.maximum(full_first, last_position - scores.window_left)
     if OPTIONS.HAS_RIGHT:
-        last = tl.maximum(tl.minimum(last, last_position + numbers.window_right + 1), 0)
-        full_last = tl.minimum(full_last, first_position + numbers.window_right + 1)
+        last = tl.maximum(tl.minimum(last, last_position + scores.window_right + 1), 0)
+        full_last = tl.minimum(full_last, first_position + scores.window_right + 1)
         full_last = tl.maximum(full_last, 0)
     return first, last, full_first, full_last
 
 
-@triton.jit(do_not_specialize=Numbers._fields, do_not_specialize_on_alignment=FOREIGN)
-def invariant_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
-    block_table_ptr,
-    new_k_ptr,
-    new_v_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqlens_k_ptr,
-    part_out_ptr,
-    part_max_ptr,
-    part_sum_ptr,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    batch,
-    heads_k,
-    tokens_q,
-    tokens_k,
-    tiles,
-    parts,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_kx,
-    stride_kd,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_vd,
-    stride_new_ks,
-    stride_new_kh,
-    stride_new_vs,
-    stride_new_vh,
-    stride_table_b,
-    stride_table_p,
-    GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    FOLD: tl.constexpr,
-    DESCALE_NDIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    K_RUN: tl.constexpr,
-    K_BYTES: tl.constexpr,
-    V_BYTES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    DECODE_FROM_CACHE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+@entry(triton.jit)
+def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """``out = softmax(mask(scale * q @ k.T)) @ v`` of a tile of rows, or the sums of a segment."""
-    OPTIONS: tl.constexpr = Options(
-        GROUP,
-        HAS_LEFT,
-        HAS_RIGHT,
-        HAS_SOFTCAP,
-        FOLD,
-        DESCALE_NDIM,
-        PAGE,
-        K_RUN,
-        K_BYTES,
-        V_BYTES,
-        ROW_BYTES,
-        DECODE_FROM_CACHE,
-    )
-    TILE: tl.constexpr = Tile(
-        HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SEGMENT, PRECISION, UPCAST
-    )
-    numbers = Numbers(
-        scale,
-        softcap,
-        window_left,
-        window_right,
-        batch,
-        heads_k,
-        tokens_q,
-        tokens_k,
-        tiles,
-        parts,
-        stride_qb,
-        stride_qs,
-        stride_qh,
-        stride_ob,
-        stride_os,
-        stride_oh,
-        stride_lb,
-        stride_lh,
-        stride_kb,
-        stride_ks,
-        stride_kh,
-        stride_kx,
-        stride_kd,
-        stride_vb,
-        stride_vs,
-        stride_vh,
-        stride_vd,
-        stride_new_ks,
-        stride_new_kh,
-        stride_new_vs,
-        stride_new_vh,
-        stride_table_b,
-        stride_table_p,
-    )
+    GROUP: tl.constexpr = OPTIONS.GROUP
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    heads_k = numbers.heads_k
     # heads change fastest: their keys are neighbours in a page
     pid = tl.program_id(0)
     head_k = pid % heads_k
-    part = pid // heads_k % parts
-    unit = pid // heads_k // parts
-    place = locate(unit, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_k_ptr, numbers, OPTIONS, TILE)
+    part = pid // heads_k % numbers.parts
+    unit = pid // heads_k // numbers.parts
+    place = locate(unit, tensors, numbers, OPTIONS, TILE)
     if place.tile < 0:
         return
-    is_real = (place.sequence >= 0) & (place.sequence < batch)
+    is_real = (place.sequence >= 0) & (place.sequence < numbers.batch)
     # padding has no entry in tensors with one per sequence
-    sequence_64 = tl.maximum(tl.minimum(place.sequence, batch - 1), 0).to(tl.int64)
+    sequence_64 = tl.maximum(tl.minimum(place.sequence, numbers.batch - 1), 0).to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
 
     row = place.tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -203,127 +77,107 @@ def invariant_kernel(
     token_64 = place.q_start + token
     head = head_k_64 * GROUP + row % GROUP
     diagonal = place.seqlen_k - place.seqlen_q
-    q_rows = token_64 * stride_qs + head * stride_qh
-    q_base = q_ptr + sequence_64 * stride_qb
+    q_rows = token_64 * numbers.q.token + head * numbers.q.head
+    q_base = tensors.q_ptr + sequence_64 * numbers.q.batch
     # [BLOCK_M, BLOCK_D]
-    q = load_rows(q_base, q_rows, 1, inside, HEAD_DIM, BLOCK_D, ROW_BYTES)
+    q = load_rows(q_base, q_rows, 1, inside, TILE.HEAD_DIM, TILE.BLOCK_D, OPTIONS.ROW_BYTES)
     first, last, full_first, full_last = _seen(place, diagonal, is_real, numbers, OPTIONS, TILE)
     rows = Rows(q, token + diagonal, first, last, full_first, full_last)
 
-    k_base = k_ptr + head_k_64 * stride_kh
-    v_base = v_ptr + head_k_64 * stride_vh
-    table = block_table_ptr
-    if PAGE > 0:
-        table += sequence_64 * stride_table_b
+    k_base = tensors.k_ptr + head_k_64 * numbers.k.head
+    v_base = tensors.v_ptr + head_k_64 * numbers.v.head
+    table = tensors.block_table_ptr
+    if OPTIONS.PAGE > 0:
+        table += sequence_64 * numbers.table.sequence
     else:
-        k_base += sequence_64 * stride_kb + place.k_start * stride_ks
-        v_base += sequence_64 * stride_vb + place.k_start * stride_vs
-    descale_at = head_k if DESCALE_NDIM > 0 else 0
-    if DESCALE_NDIM == 2:
+        k_base += sequence_64 * numbers.k.page + place.k_start * numbers.k.slot
+        v_base += sequence_64 * numbers.v.page + place.k_start * numbers.v.slot
+    descale_at = head_k if OPTIONS.DESCALE_NDIM > 0 else 0
+    if OPTIONS.DESCALE_NDIM == 2:
         descale_at += sequence_64 * heads_k
     k_descale, v_descale = None, None
-    if k_descale_ptr is not None:
-        k_descale = tl.load(k_descale_ptr + descale_at)
-    if v_descale_ptr is not None:
-        v_descale = tl.load(v_descale_ptr + descale_at)
+    if tensors.k_descale_ptr is not None:
+        k_descale = tl.load(tensors.k_descale_ptr + descale_at)
+    if tensors.v_descale_ptr is not None:
+        v_descale = tl.load(tensors.v_descale_ptr + descale_at)
     context = place.seqlen_k
-    new_k, new_v = new_k_ptr, new_v_ptr
-    if new_k_ptr is not None:
+    new_k, new_v = tensors.new_k_ptr, tensors.new_v_ptr
+    if tensors.new_k_ptr is not None:
         context = tl.maximum(diagonal, 0)
-        if DECODE_FROM_CACHE:
+        if OPTIONS.DECODE_FROM_CACHE:
             context = tl.where(place.seqlen_q == 1, place.seqlen_k, context)
-        new_k += place.q_start * stride_new_ks + head_k_64 * stride_new_kh
-        new_v += place.q_start * stride_new_vs + head_k_64 * stride_new_vh
+        new_k += place.q_start * numbers.new_k.token + head_k_64 * numbers.new_k.head
+        new_v += place.q_start * numbers.new_v.token + head_k_64 * numbers.new_v.head
     source = Source(
         k_base, v_base, table, new_k, new_v, context, place.seqlen_k, k_descale, v_descale
     )
 
-    if part_out_ptr is not None:
+    if tensors.part_out_ptr is not None:
         sums = walk_segment(part, rows, source, numbers, OPTIONS, TILE)
         # the sums of a row are indexed by its token and head
         heads_q = (heads_k * GROUP).to(tl.int64)
-        all_rows = tokens_q * heads_q
+        all_rows = numbers.tokens_q * heads_q
         at = token_64 * heads_q + head
-        if cu_seqlens_q_ptr is None:
+        if tensors.cu_seqlens_q_ptr is None:
             at += sequence_64 * all_rows
-            all_rows *= batch
+            all_rows *= numbers.batch
         at += part * all_rows
-        tl.store(part_max_ptr + at, sums.m_i, mask=inside)
-        tl.store(part_sum_ptr + at, sums.l_i, mask=inside)
-        cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+        tl.store(tensors.part_max_ptr + at, sums.m_i, mask=inside)
+        tl.store(tensors.part_sum_ptr + at, sums.l_i, mask=inside)
+        cols = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
         saw = inside & (sums.m_i != float("-inf"))
-        mask = saw[:, None] & (cols < HEAD_DIM_V)[None, :]
-        tl.store(part_out_ptr + (at * HEAD_DIM_V)[:, None] + cols[None, :], sums.acc, mask=mask)
+        mask = saw[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
+        part_rows = tensors.part_out_ptr + (at * TILE.HEAD_DIM_V)[:, None]
+        tl.store(part_rows + cols[None, :], sums.acc, mask=mask)
     else:
         # tokens of no sequence have no sink
         counts = row < tl.where(is_real, place.seqlen_q * GROUP, 0)
-        total = sink_alone(sinks_ptr, head, counts, BLOCK_M, BLOCK_DV)
+        total = sink_alone(tensors.sinks_ptr, head, counts, BLOCK_M, TILE.BLOCK_DV)
         acc, l_i, m_i = total.acc, total.l_i, total.m_i
-        for segment in tl.range(first // SEGMENT, tl.cdiv(last, SEGMENT)):
+        for segment in tl.range(first // TILE.SEGMENT, tl.cdiv(last, TILE.SEGMENT)):
             sums = walk_segment(segment, rows, source, numbers, OPTIONS, TILE)
             merged = merge_segment(Softmax(acc, l_i, m_i), sums)
             acc, l_i, m_i = merged.acc, merged.l_i, merged.m_i
-        out_rows = out_ptr + sequence_64 * stride_ob + token_64 * stride_os + head * stride_oh
-        lse_rows = lse_ptr
-        if lse_ptr is not None:
-            lse_rows += sequence_64 * stride_lb + head * stride_lh + token_64
-        _store(Softmax(acc, l_i, m_i), out_rows, lse_rows, inside, HEAD_DIM_V, BLOCK_DV)
+        out_rows = pointer_to(tensors.out_ptr, numbers.out, sequence_64, token_64, head)
+        lse_rows = tensors.lse_ptr
+        if tensors.lse_ptr is not None:
+            lse_rows += sequence_64 * numbers.lse.batch + head * numbers.lse.head + token_64
+        _store(Softmax(acc, l_i, m_i), out_rows, lse_rows, inside, TILE)
 
 
-@triton.jit(do_not_specialize=MergeNumbers._fields, do_not_specialize_on_alignment=MERGE_FOREIGN)
-def invariant_merge_kernel(
-    out_ptr,
-    part_out_ptr,
-    part_max_ptr,
-    part_sum_ptr,
-    lse_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    batch,
-    heads_q,
-    tokens_q,
-    rows,
-    parts,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+@entry(triton.jit)
+def invariant_merge_kernel(tensors: MergeTensors, numbers: MergeNumbers, TILE: tl.constexpr):
     """``out = sum_i 2^(m_i - m) acc_i / sum_i 2^(m_i - m) l_i`` over segments i, in their order."""
-    TILE: tl.constexpr = MergeTile(HEAD_DIM_V, BLOCK_DV, ROWS)
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)  # [ROWS]
-    inside = row < rows
-    head = row % heads_q
-    token = row // heads_q % tokens_q
-    sequence = row // heads_q // tokens_q
+    inside = row < numbers.rows
+    head = row % numbers.heads_q
+    token = row // numbers.heads_q % numbers.tokens_q
+    sequence = row // numbers.heads_q // numbers.tokens_q
     counts = inside
-    if cu_seqlens_q_ptr is not None:
+    if tensors.cu_seqlens_q_ptr is not None:
         # tokens of no sequence have no sink
-        counts &= token >= tl.load(cu_seqlens_q_ptr)
-        counts &= token < tl.load(cu_seqlens_q_ptr + batch)
+        counts &= token >= tl.load(tensors.cu_seqlens_q_ptr)
+        counts &= token < tl.load(tensors.cu_seqlens_q_ptr + numbers.batch)
     cols = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
-    total = sink_alone(sinks_ptr, head, counts, TILE.ROWS, TILE.BLOCK_DV)
+    total = sink_alone(tensors.sinks_ptr, head, counts, TILE.ROWS, TILE.BLOCK_DV)
     acc, l_i, m_i = total.acc, total.l_i, total.m_i
     at = row  # [ROWS]
-    for _ in tl.range(0, parts, loop_unroll_factor=4):
-        part_max = tl.load(part_max_ptr + at, mask=inside, other=float("-inf"))
+    for _ in tl.range(0, numbers.parts, loop_unroll_factor=4):
+        part_max = tl.load(tensors.part_max_ptr + at, mask=inside, other=float("-inf"))
         # sums of segments without a visible key were not written
         saw = part_max != float("-inf")
         wide = saw[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
+        part_rows = tensors.part_out_ptr + (at * TILE.HEAD_DIM_V)[:, None]
         sums = Softmax(
-            tl.load(part_out_ptr + (at * TILE.HEAD_DIM_V)[:, None] + cols, mask=wide, other=0.0),
-            tl.load(part_sum_ptr + at, mask=saw, other=0.0),
+            tl.load(part_rows + cols, mask=wide, other=0.0),
+            tl.load(tensors.part_sum_ptr + at, mask=saw, other=0.0),
             part_max,
         )
         merged = merge_segment(Softmax(acc, l_i, m_i), sums)
         acc, l_i, m_i = merged.acc, merged.l_i, merged.m_i
-        at += rows
-    out_rows = out_ptr + sequence * stride_ob + token * stride_os + head * stride_oh
-    lse_rows = lse_ptr
-    if lse_ptr is not None:
-        lse_rows += sequence * stride_lb + head * stride_lh + token
-    _store(Softmax(acc, l_i, m_i), out_rows, lse_rows, inside, TILE.HEAD_DIM_V, TILE.BLOCK_DV)
+        at += numbers.rows
+    out_rows = pointer_to(tensors.out_ptr, numbers.out, sequence, token, head)
+    lse_rows = tensors.lse_ptr
+    if tensors.lse_ptr is not None:
+        lse_rows += sequence * numbers.lse.batch + head * numbers.lse.head + token
+    _store(Softmax(acc, l_i, m_i), out_rows, lse_rows, inside, TILE)

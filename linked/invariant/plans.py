@@ -6,12 +6,26 @@ import torch
 from attn_common import cdiv, detect, has_gluon
 
 from ..host.arguments import FP32_TINY, MAX_WINDOW
-from ..host.forms import interpreted
+from ..host.forms import Memory, interpreted
 from ..host.tiles import padded_head_dim
-from ..launch.runtime import Launch, row_bytes, token_strides
-from .call import Call, InvariantRun, KeyForm, Scores
+from ..launch.entries import flat
+from ..launch.runtime import MAX_COUNTS, Launch, row_bytes, token_strides
+from ..portable.primitives import Strides
+from .arguments import (
+    LseStrides,
+    MergeNumbers,
+    MergeTensors,
+    MergeTile,
+    Numbers,
+    Options,
+    RowStrides,
+    Scores,
+    TableStrides,
+    Tensors,
+    Tile,
+)
+from .call import Call, InvariantRun, KeyForm
 from .kernels import invariant_kernel, invariant_merge_kernel
-from .structures import MergeNumbers, MergeTensors, MergeTile, Numbers, Options, Tensors, Tile
 from .tiles import invariant_tile, segment_of
 
 # fewer programs than this leave a GPU idle: then each segment gets its own program
@@ -47,12 +61,72 @@ def takes_hopper(x: Call, keys: KeyForm) -> bool:
     )
 
 
+def options_of(x: Call, scores: Scores, keys: KeyForm, piece: int = 0) -> Options:
+    """Return the options of calls of a form."""
+    return Options(
+        GROUP=x.q.shape[-2] // keys.heads_k,
+        HAS_LEFT=scores.window_left >= 0,
+        HAS_RIGHT=scores.window_right >= 0,
+        HAS_SOFTCAP=scores.softcap != 0.0,
+        # a factor 0 would turn a hidden score, -inf, into NaN
+        FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
+        DESCALE_NDIM=keys.descale_ndim,
+        PAGE=keys.page,
+        K_RUN=keys.k_run,
+        K_BYTES=keys.k_bytes,
+        V_BYTES=keys.v_bytes,
+        ROW_BYTES=row_bytes(x.q),
+        DECODE_FROM_CACHE=keys.decode_from_cache,
+        PIECE=piece,
+    )
+
+
+def clamped(scores: Scores) -> Scores:
+    """Return scores with windows whose sums with lengths fit 32 bits."""
+    left, right = min(scores.window_left, MAX_WINDOW), min(scores.window_right, MAX_WINDOW)
+    return scores._replace(window_left=left, window_right=right)
+
+
+def new_strides(x: torch.Tensor | None) -> RowStrides:
+    """Return the strides of new keys or values; zeros without them."""
+    return RowStrides(0, 0) if x is None else RowStrides(*x.stride()[:2])
+
+
+def table_strides(x: Call) -> TableStrides:
+    """Return the strides of a call's page table; zeros without one."""
+    table = x.block_table
+    return TableStrides(0, 0) if table is None else TableStrides(*table.stride())
+
+
+def merge_launch(head_dim_v: int, rows: int) -> Launch:
+    """Return the launch that merges sums of segments, with so many rows per program."""
+    tile = MergeTile(head_dim_v, padded_head_dim(head_dim_v), rows)
+    kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    return Launch(invariant_merge_kernel, {"TILE": tile, **kind})
+
+
+def merge_numbers(x: Call, batch: int, parts: int) -> MergeNumbers:
+    """Return the numbers of a merge of a call's segments; log-sum-exps have no gaps."""
+    tokens_q, heads_q = x.q.shape[-3:-1]
+    per_sequence = heads_q * tokens_q
+    is_packed = x.cu_seqlens_q is not None
+    return MergeNumbers(
+        batch=batch,
+        heads_q=heads_q,
+        tokens_q=tokens_q,
+        rows=(1 if is_packed else batch) * per_sequence,
+        parts=parts,
+        out=Strides(*token_strides(x.out)),
+        lse=LseStrides(0 if is_packed else per_sequence, tokens_q),
+    )
+
+
 class InvariantPlan:
     """The launcher of the portable kernel for calls of one form."""
 
     def __init__(self, x: Call, scores: Scores, keys: KeyForm, batch: int) -> None:
         """Prepare for calls like this one; ``batch`` is its number of sequences."""
-        q, out = x.q, x.out
+        q = x.q
         self._is_packed = x.cu_seqlens_q is not None
         self._batch, self._heads_k = batch, keys.heads_k
         self._heads_q, head_dim = q.shape[-2:]
@@ -61,31 +135,11 @@ class InvariantPlan:
         platform = detect(q.device)
         tile = invariant_tile(platform, max(head_dim, keys.head_dim_v), q.element_size())
         self._block_m, self._segment = tile.block_m, segment_of(platform)
-        self._scores = scores._replace(
-            window_left=min(scores.window_left, MAX_WINDOW),
-            window_right=min(scores.window_right, MAX_WINDOW),
-        )
-        options = Options(
-            GROUP=self._group,
-            HAS_LEFT=scores.window_left >= 0,
-            HAS_RIGHT=scores.window_right >= 0,
-            HAS_SOFTCAP=scores.softcap != 0.0,
-            # a factor 0 would turn a hidden score, -inf, into NaN
-            FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
-            DESCALE_NDIM=keys.descale_ndim,
-            PAGE=keys.page,
-            K_RUN=keys.k_run,
-            K_BYTES=keys.k_bytes,
-            V_BYTES=keys.v_bytes,
-            ROW_BYTES=row_bytes(q),
-            DECODE_FROM_CACHE=keys.decode_from_cache,
-        )
-        block_dv = padded_head_dim(keys.head_dim_v)
         shape = Tile(
             HEAD_DIM=head_dim,
             HEAD_DIM_V=keys.head_dim_v,
             BLOCK_D=padded_head_dim(head_dim),
-            BLOCK_DV=block_dv,
+            BLOCK_DV=padded_head_dim(keys.head_dim_v),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             SEGMENT=self._segment,
@@ -94,24 +148,35 @@ class InvariantPlan:
         )
         # no compilation may choose what it fuses, so that all round alike
         constants = {
-            **options._asdict(),
-            **shape._asdict(),
+            "OPTIONS": options_of(x, scores, keys),
+            "TILE": shape,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
             "enable_fp_fusion": False,
         }
         self._whole = Launch(invariant_kernel, constants)
         self._parts = Launch(invariant_kernel, constants)
-        merge = MergeTile(keys.head_dim_v, block_dv, MERGE_ROWS)
-        kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-        self._merge = Launch(invariant_merge_kernel, {**merge._asdict(), **kind})
-        self._strides_q = token_strides(q)
-        self._strides_out = token_strides(out)
-        new = (0, 0, 0, 0)
-        if x.new_k is not None and x.new_v is not None:
-            new = (*x.new_k.stride()[:2], *x.new_v.stride()[:2])
-        table = (0, 0) if x.block_table is None else x.block_table.stride()
-        self._strides = (*keys.strides, *new, *table)
+        self._merge = merge_launch(keys.head_dim_v, MERGE_ROWS)
+        # but for counts that depend on a call
+        self._form = Numbers(
+            scores=clamped(scores),
+            batch=batch,
+            heads_k=keys.heads_k,
+            tokens_q=0,
+            tokens_k=0,
+            tiles=0,
+            parts=0,
+            q=Strides(*token_strides(q)),
+            out=Strides(*token_strides(x.out)),
+            lse=LseStrides(0, 0),
+            k=keys.k,
+            v=keys.v,
+            new_k=new_strides(x.new_k),
+            new_v=new_strides(x.new_v),
+            table=table_strides(x),
+        )
+        # numbers of both kernels, by the counts of a call
+        self._numbers: Memory[tuple[tuple[float, ...], tuple[float, ...]]] = Memory(MAX_COUNTS)
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:
         """Return the number of programs per tile of rows: one, or one per segment of keys.
@@ -142,36 +207,25 @@ class InvariantPlan:
         if rows == 0:
             return
         parts = self.count_parts(units, rows, most_keys)
-        lse_strides = (0, tokens_q) if self._is_packed else (self._heads_q * tokens_q, tokens_q)
-        numbers = Numbers(
-            *self._scores,
-            self._batch,
-            self._heads_k,
-            tokens_q,
-            tokens_k,
-            tiles,
-            parts,
-            *self._strides_q,
-            *self._strides_out,
-            *lse_strides,
-            *self._strides,
+        counts = tokens_q, tokens_k, parts
+        numbers, merged = self._numbers.get(counts) or self._numbers.keep(
+            counts, self._count(x, tokens_k, tiles, parts)
         )
         if parts == 1:
             self._whole(units * self._heads_k, Tensors(*x, None, None, None), numbers)
             return
         part_out = q.new_empty((parts, rows, self._head_dim_v), dtype=torch.float32)
         sums = q.new_empty((2, parts, rows), dtype=torch.float32)
-        part_max, part_sum = sums[0], sums[1]
-        tensors = Tensors(*x, part_out, part_max, part_sum)
+        tensors = Tensors(*x, part_out, sums[0], sums[1])
         self._parts(units * self._heads_k * parts, tensors, numbers)
-        merged = MergeTensors(x.out, part_out, part_max, part_sum, x.lse, x.sinks, x.cu_seqlens_q)
-        merge_numbers = MergeNumbers(
-            self._batch,
-            self._heads_q,
-            tokens_q,
-            rows,
-            parts,
-            *self._strides_out,
-            *lse_strides,
+        results = MergeTensors(x.out, part_out, sums[0], sums[1], x.lse, x.sinks, x.cu_seqlens_q)
+        self._merge(cdiv(rows, MERGE_ROWS), results, merged)
+
+    def _count(
+        self, x: Call, tokens_k: int, tiles: int, parts: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        merged = merge_numbers(x, self._batch, parts)
+        numbers = self._form._replace(
+            tokens_q=merged.tokens_q, tokens_k=tokens_k, tiles=tiles, parts=parts, lse=merged.lse
         )
-        self._merge(cdiv(rows, MERGE_ROWS), merged, merge_numbers)
+        return flat(numbers), flat(merged)

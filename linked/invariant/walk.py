@@ -27,15 +27,7 @@ def _find_sequence(cu_seqlens_ptr, unit, batch, GROUP: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def locate(
-    unit,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqlens_k_ptr,
-    numbers,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def locate(unit, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Return the ``Place`` of a unit; a sequence's last tile, which sees most keys, comes first.
 
     Padding before the first and after the last sequence is treated as two extra sequences without
@@ -44,18 +36,18 @@ def locate(
     BLOCK: tl.constexpr = TILE.BLOCK_M
     GROUP: tl.constexpr = OPTIONS.GROUP
     batch = numbers.batch
-    if cu_seqlens_q_ptr is None:
+    if tensors.cu_seqlens_q_ptr is None:
         sequence = unit // numbers.tiles
         tile = numbers.tiles - 1 - unit % numbers.tiles
         q_start = tl.zeros([], tl.int64)
         seqlen_q = numbers.tokens_q
         is_real = sequence < batch
     else:
-        sequence = _find_sequence(cu_seqlens_q_ptr, unit, batch, GROUP, BLOCK)
+        sequence = _find_sequence(tensors.cu_seqlens_q_ptr, unit, batch, GROUP, BLOCK)
         is_real = (sequence >= 0) & (sequence < batch)
-        begin = tl.load(cu_seqlens_q_ptr + sequence, mask=sequence >= 0, other=0)
+        begin = tl.load(tensors.cu_seqlens_q_ptr + sequence, mask=sequence >= 0, other=0)
         end = tl.load(
-            cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=numbers.tokens_q
+            tensors.cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=numbers.tokens_q
         )
         q_start = begin.to(tl.int64)
         seqlen_q = end - begin
@@ -63,12 +55,12 @@ def locate(
         tile = tl.cdiv(seqlen_q * GROUP, BLOCK) - 1 - (unit - first).to(tl.int32)
     k_start = tl.zeros([], tl.int64)
     seqlen_k = numbers.tokens_k
-    if cu_seqlens_k_ptr is not None:
-        k_begin = tl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
-        seqlen_k = tl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0) - k_begin
+    if tensors.cu_seqlens_k_ptr is not None:
+        k_begin = tl.load(tensors.cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
+        seqlen_k = tl.load(tensors.cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0) - k_begin
         k_start = k_begin.to(tl.int64)
-    if seqlens_k_ptr is not None:
-        seqlen_k = tl.load(seqlens_k_ptr + sequence, mask=is_real, other=0)
+    if tensors.seqlens_k_ptr is not None:
+        seqlen_k = tl.load(tensors.seqlens_k_ptr + sequence, mask=is_real, other=0)
     return Place(sequence, tile, q_start, seqlen_q, k_start, seqlen_k)
 
 
@@ -99,17 +91,17 @@ def load_rows(
 def _offsets(keys, source, wanted, numbers, OPTIONS: tl.constexpr):
     """Return the offsets of keys and values, relative to their head."""
     if OPTIONS.PAGE > 0:
-        entries = source.table_ptr + (keys // OPTIONS.PAGE).to(tl.int64) * numbers.stride_table_p
+        entries = source.table_ptr + (keys // OPTIONS.PAGE).to(tl.int64) * numbers.table.page
         if wanted is not None:
             pages = tl.load(entries, mask=wanted, other=0).to(tl.int64)
         else:
             pages = tl.load(entries).to(tl.int64)
         slots = (keys % OPTIONS.PAGE).to(tl.int64)
-        k_rows = pages * numbers.stride_kb + slots * numbers.stride_ks
-        v_rows = pages * numbers.stride_vb + slots * numbers.stride_vs
+        k_rows = pages * numbers.k.page + slots * numbers.k.slot
+        v_rows = pages * numbers.v.page + slots * numbers.v.slot
     else:
-        k_rows = keys.to(tl.int64) * numbers.stride_ks
-        v_rows = keys.to(tl.int64) * numbers.stride_vs
+        k_rows = keys.to(tl.int64) * numbers.k.slot
+        v_rows = keys.to(tl.int64) * numbers.v.slot
     return k_rows, v_rows
 
 
@@ -131,6 +123,8 @@ def _load_keys(
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     DV: tl.constexpr = TILE.HEAD_DIM_V
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    K_BYTES: tl.constexpr = OPTIONS.K_BYTES
+    V_BYTES: tl.constexpr = OPTIONS.V_BYTES
     HAS_NEW: tl.constexpr = source.new_k_ptr is not None
     keys = begin + tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
     cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -144,19 +138,19 @@ def _load_keys(
     k_place = cols.to(tl.int64)
     v_place = cols_v.to(tl.int64)
     if OPTIONS.K_RUN < D:
-        k_place = (cols // OPTIONS.K_RUN).to(tl.int64) * numbers.stride_kx
-        k_place += (cols % OPTIONS.K_RUN).to(tl.int64) * numbers.stride_kd
-    elif OPTIONS.K_BYTES == 0:
-        k_place *= numbers.stride_kd
-    if OPTIONS.V_BYTES == 0:
-        v_place *= numbers.stride_vd
+        k_place = (cols // OPTIONS.K_RUN).to(tl.int64) * numbers.k.run
+        k_place += (cols % OPTIONS.K_RUN).to(tl.int64) * numbers.k.number
+    elif K_BYTES == 0:
+        k_place *= numbers.k.number
+    if V_BYTES == 0:
+        v_place *= numbers.v.number
     k_rows, v_rows = _offsets(keys, source, cached, numbers, OPTIONS)
     k_begins = source.k_ptr + k_rows[:, None]
-    if OPTIONS.K_BYTES > 0 and OPTIONS.K_RUN >= D:
-        k_begins = tl.multiple_of(k_begins, [OPTIONS.K_BYTES, OPTIONS.K_BYTES])
+    if K_BYTES > 0 and OPTIONS.K_RUN >= D:
+        k_begins = tl.multiple_of(k_begins, [K_BYTES, K_BYTES])
     v_begins = source.v_ptr + v_rows[:, None]
-    if OPTIONS.V_BYTES > 0:
-        v_begins = tl.multiple_of(v_begins, [OPTIONS.V_BYTES, OPTIONS.V_BYTES])
+    if V_BYTES > 0:
+        v_begins = tl.multiple_of(v_begins, [V_BYTES, V_BYTES])
     k = _as_queries(_load(k_begins, k_place, cached, cols, D, BLOCK_D), source.k_descale, Q)
     v = _as_queries(_load(v_begins, v_place, cached, cols_v, DV, BLOCK_DV), source.v_descale, Q)
     if HAS_NEW:
@@ -164,10 +158,10 @@ def _load_keys(
         at = (keys - source.context).to(tl.int64)
         # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         new_k = load_rows(
-            source.new_k_ptr, at, numbers.stride_new_ks, new, D, BLOCK_D, OPTIONS.ROW_BYTES
+            source.new_k_ptr, at, numbers.new_k.token, new, D, BLOCK_D, OPTIONS.ROW_BYTES
         )
         new_v = load_rows(
-            source.new_v_ptr, at, numbers.stride_new_vs, new, DV, BLOCK_DV, OPTIONS.ROW_BYTES
+            source.new_v_ptr, at, numbers.new_v.token, new, DV, BLOCK_DV, OPTIONS.ROW_BYTES
         )
         k = tl.where(new[:, None], new_k.to(Q), k)
         v = tl.where(new[:, None], new_v.to(Q), v)
@@ -181,9 +175,9 @@ def walk_segment(segment, rows, source, numbers, OPTIONS: tl.constexpr, TILE: tl
     In ascending order: tiles that the window's left edge cuts, whole tiles, and tiles that the
     diagonal or the end cuts.
     """
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    WHOLE: tl.constexpr = (TILE.BLOCK_M, TILE.BLOCK_N)
-    nothing = no_keys(TILE.BLOCK_M, TILE.BLOCK_DV)
+    nothing = no_keys(BLOCK_M, TILE.BLOCK_DV)
     acc, l_i, m_i = nothing.acc, nothing.l_i, nothing.m_i
     begin = segment * TILE.SEGMENT
     first = tl.maximum(rows.first, begin)
@@ -207,13 +201,17 @@ def walk_segment(segment, rows, source, numbers, OPTIONS: tl.constexpr, TILE: tl
                 visible = None
                 if phase != 1:
                     keys = tile + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-                    visible = tl.broadcast_to((keys < source.seqlen_k)[None, :], WHOLE)
+                    visible = tl.broadcast_to((keys < source.seqlen_k)[None, :], [BLOCK_M, BLOCK_N])
                     if OPTIONS.HAS_RIGHT:
-                        visible &= keys[None, :] <= rows.position[:, None] + numbers.window_right
+                        visible &= (
+                            keys[None, :] <= rows.position[:, None] + numbers.scores.window_right
+                        )
                     if OPTIONS.HAS_LEFT:
-                        visible &= keys[None, :] >= rows.position[:, None] - numbers.window_left
+                        visible &= (
+                            keys[None, :] >= rows.position[:, None] - numbers.scores.window_left
+                        )
                 sums = fold_keys(
-                    Softmax(acc, l_i, m_i), rows.q, k, v, visible, numbers, OPTIONS, TILE
+                    Softmax(acc, l_i, m_i), rows.q, k, v, visible, numbers.scores, OPTIONS, TILE
                 )
                 acc, l_i, m_i = sums.acc, sums.l_i, sums.m_i
     return Softmax(acc, l_i, m_i)

@@ -127,7 +127,7 @@ def _begin(
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     stage = turn % TILE.STAGES_K
     k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
-    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    zeros = gl.full([TILE.ROWS, TILE.BLOCK_N], 0.0, gl.float32, S)
     mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
     _take_turn(W, TILE)
     # [ROWS, BLOCK_N]
@@ -139,7 +139,7 @@ def _begin(
     none = gl.full([TILE.ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
     m, _, e = _weigh(s, none, queries.factor, True)
     p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
-    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+    o = gl.full([TILE.ROWS, TILE.HEAD_DIM_V], 0.0, gl.float32, O)
     return State(o, m, row_sums(e), p, turn + 1)
 
 
@@ -160,7 +160,7 @@ def _fold(
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
-    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    zeros = gl.full([TILE.ROWS, TILE.BLOCK_N], 0.0, gl.float32, S)
     o, m, l, p, turn = state
     for step in range(stop - start):
         stage = turn % TILE.STAGES_K
@@ -277,7 +277,7 @@ def _attend(
             sink = gl.load(results.sinks_ptr + heads).to(gl.float32) * LOG2E
             m = gl.where(is_real, sink, NEG_INF)
             l = gl.where(m == NEG_INF, 0.0, 1.0)
-        o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+        o = gl.full([TILE.ROWS, TILE.HEAD_DIM_V], 0.0, gl.float32, O)
         rows = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, O))  # [ROWS]
         rows += (gl.program_id(0) * TILE.WARPGROUPS + W) * TILE.ROWS
         cols = gl.arange(0, TILE.HEAD_DIM_V, gl.SliceLayout(0, O))  # [HEAD_DIM_V]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..call import Call, KeyForm, Scores
+from ..arguments import Scores
+from ..call import Call, KeyForm
 
 # the fewest keys per copy, and a limit of the rows of a cache's tensor map
 MIN_PIECE = 16

@@ -6,6 +6,7 @@ cache. The tiles in shared memory are the same as by TMA, so results have the sa
 
 from ...hopper.compat import gl, gluon, hopper, mbarrier
 from ...hopper.pipeline import TURN, barrier_sync
+from ..arguments import KeyStrides
 from .structures import Layout, Lines
 
 # warps that load
@@ -33,26 +34,27 @@ def _load_cached(
     keys, seen, lines, inputs, PAGE: gl.constexpr, WHERE: gl.constexpr, COLS: gl.constexpr
 ):
     """Load cached keys or values of a tile, ``[BLOCK_N, COLS]``; hidden ones are 0."""
+    strides = lines.strides
     cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
     cached = (keys >= seen.first) & (keys < gl.minimum(seen.last, seen.context))  # [BLOCK_N]
     width = (cols < WHERE.WIDTH)[None, :]
     if PAGE > 0:
-        strides = inputs.strides
-        entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * strides.stride_table_b
-        entries += (keys // PAGE).to(gl.int64) * strides.stride_table_p
+        table = inputs.places.table
+        entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * table.sequence
+        entries += (keys // PAGE).to(gl.int64) * table.page
         pages = gl.load(entries, mask=cached, other=0).to(gl.int64)  # [BLOCK_N]
         slots = (keys % PAGE).to(gl.int64)
     else:
         pages = seen.sequence.to(gl.int64)
         slots = (seen.start + keys).to(gl.int64)
-    rows = pages * lines.stride_page + slots * lines.stride_slot
-    begins = (lines.ptr + seen.head.to(gl.int64) * lines.stride_head) + rows[:, None]
+    rows = pages * strides.page + slots * strides.slot
+    begins = (lines.ptr + seen.head.to(gl.int64) * strides.head) + rows[:, None]
     place = cols.to(gl.int64)
     if WHERE.RUN < WHERE.WIDTH:
-        place = (cols // WHERE.RUN).to(gl.int64) * lines.stride_run
-        place += (cols % WHERE.RUN).to(gl.int64) * lines.stride_number
+        place = (cols // WHERE.RUN).to(gl.int64) * strides.run
+        place += (cols % WHERE.RUN).to(gl.int64) * strides.number
     elif WHERE.BYTES == 0:
-        place *= lines.stride_number
+        place *= strides.number
     else:
         begins = gl.multiple_of(begins, [WHERE.BYTES, WHERE.BYTES])
     return gl.load(begins + place[None, :], mask=cached[:, None] & width, other=0.0)
@@ -62,8 +64,8 @@ def _load_cached(
 def _load_new(keys, seen, lines, WHERE: gl.constexpr, COLS: gl.constexpr):
     """Load new keys or values of a tile, ``[BLOCK_N, COLS]``; hidden ones are 0."""
     cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
-    row = (seen.start + keys - seen.context).to(gl.int64) * lines.stride_new  # [BLOCK_N]
-    begins = (lines.new_ptr + seen.head.to(gl.int64) * lines.stride_new_head) + row[:, None]
+    row = (seen.start + keys - seen.context).to(gl.int64) * lines.new_strides.token  # [BLOCK_N]
+    begins = (lines.new_ptr + seen.head.to(gl.int64) * lines.new_strides.head) + row[:, None]
     begins = gl.multiple_of(begins, [WHERE.NEW_BYTES, WHERE.NEW_BYTES])
     is_new = (keys >= gl.maximum(seen.first, seen.context)) & (keys < seen.last)
     mask = is_new[:, None] & (cols < WHERE.WIDTH)[None, :]
@@ -105,18 +107,8 @@ def _gather(
 @gluon.jit
 def gather_keys(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Load a tile of keys."""
-    s = inputs.strides
-    lines = Lines(
-        inputs.k_ptr,
-        s.stride_kb,
-        s.stride_ks,
-        s.stride_kh,
-        s.stride_kx,
-        s.stride_kd,
-        inputs.new_k_ptr,
-        s.stride_new_ks,
-        s.stride_new_kh,
-    )
+    places = inputs.places
+    lines = Lines(inputs.k_ptr, places.k, inputs.new_k_ptr, places.new_k)
     WHERE: gl.constexpr = Layout(TILE.WIDTH, OPTIONS.K_RUN, OPTIONS.K_BYTES, OPTIONS.ROW_BYTES)
     _gather(tile, seen, lines, inputs.k_descale_ptr, inputs, full, memory, WHERE, OPTIONS, TILE)
 
@@ -124,17 +116,8 @@ def gather_keys(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE: g
 @gluon.jit
 def gather_values(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Load a tile of values."""
-    s = inputs.strides
-    lines = Lines(
-        inputs.v_ptr,
-        s.stride_vb,
-        s.stride_vs,
-        s.stride_vh,
-        s.stride_vd,
-        s.stride_vd,
-        inputs.new_v_ptr,
-        s.stride_new_vs,
-        s.stride_new_vh,
-    )
+    places, v = inputs.places, inputs.places.v
+    strides = KeyStrides(v.page, v.slot, v.head, v.number, v.number)  # one run
+    lines = Lines(inputs.v_ptr, strides, inputs.new_v_ptr, places.new_v)
     WHERE: gl.constexpr = Layout(TILE.WIDTH_V, TILE.WIDTH_V, OPTIONS.V_BYTES, OPTIONS.ROW_BYTES)
     _gather(tile, seen, lines, inputs.v_descale_ptr, inputs, full, memory, WHERE, OPTIONS, TILE)

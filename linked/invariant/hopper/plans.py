@@ -12,16 +12,23 @@ from torch import Tensor
 
 from ...hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ...hopper.tma import MapForm, MapLaunch
-from ...host.arguments import FP32_TINY, MAX_WINDOW
+from ...host.forms import Memory
 from ...host.tiles import padded_head_dim
-from ...launch.runtime import Launch, row_bytes, token_strides
-from ..call import Call, InvariantRun, KeyForm, Scores
-from ..kernels import invariant_merge_kernel
-from ..structures import MergeNumbers, MergeTensors, MergeTile
+from ...launch.entries import flat
+from ...launch.runtime import MAX_COUNTS
+from ..arguments import MergeTensors, Scores
+from ..call import Call, InvariantRun, KeyForm
+from ..plans import (
+    clamped,
+    merge_launch,
+    merge_numbers,
+    new_strides,
+    options_of,
+    table_strides,
+)
+from .arguments import Counts, Numbers, Places, Tensors, Tile
 from .attention import invariant_hopper_kernel
 from .copies import copied_keys, is_copied
-from .structures import Arguments, Counts, Options, Strides, Tile
-from .structures import Scores as ScoreNumbers
 
 # keys and values that concurrent programs should read together
 L2_BYTES = 32 * 2**20
@@ -91,43 +98,25 @@ class HopperInvariantPlan:
         if piece > 0:
             self._map_k = MapForm(as_rows(x.k), piece, wide, ragged=True)
             self._map_v = MapForm(as_rows(x.v), piece, wide_v, ragged=True)
-        self._scores = ScoreNumbers(
-            scores.scale,
-            scores.softcap,
-            min(scores.window_left, MAX_WINDOW),
-            min(scores.window_right, MAX_WINDOW),
-        )
+        self._scores = clamped(scores)
         self._token_bytes = (head_dim + keys.head_dim_v) * q.element_size()
-        self._group = group
-        table = (0, 0) if x.block_table is None else x.block_table.stride()
-        pages = 0, 0
-        if piece > 0:
-            pages = rows_of_page(x.k), rows_of_page(x.v)
-        new = 0, 0, 0, 0
-        if x.new_k is not None and x.new_v is not None:
-            new = *x.new_k.stride()[:2], *x.new_v.stride()[:2]
-        self._strides = Strides(*pages, *table, *keys.strides, *new)
-        options = Options(
-            HAS_LEFT=scores.window_left >= 0,
-            HAS_RIGHT=scores.window_right >= 0,
-            HAS_SOFTCAP=scores.softcap != 0.0,
-            # a factor 0 would turn a hidden score, -inf, into NaN
-            FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
-            PAGE=keys.page,
-            PIECE=piece,
-            DESCALE_NDIM=keys.descale_ndim,
-            K_RUN=keys.k_run,
-            K_BYTES=keys.k_bytes,
-            V_BYTES=keys.v_bytes,
-            ROW_BYTES=row_bytes(q),
-            DECODE_FROM_CACHE=keys.decode_from_cache,
+        self._places = Places(
+            page_rows_k=rows_of_page(x.k) if piece > 0 else 0,
+            page_rows_v=rows_of_page(x.v) if piece > 0 else 0,
+            table=table_strides(x),
+            k=keys.k,
+            v=keys.v,
+            new_k=new_strides(x.new_k),
+            new_v=new_strides(x.new_v),
         )
+        # numbers of both kernels, by the counts of a call
+        self._numbers: Memory[tuple[tuple[float, ...], tuple[float, ...]]] = Memory(MAX_COUNTS)
+        options = options_of(x, scores, keys, piece)
         # if a warpgroup loads keys, registers suffice for one consumer warpgroup only
         self._most_warpgroups = 2 if piece > 0 else 1
         self._launches = {}
         for warpgroups in range(1, self._most_warpgroups + 1):
             shape = Tile(
-                GROUP=group,
                 PACK=pack,
                 WARPGROUPS=warpgroups,
                 ROWS=ROWS,
@@ -142,8 +131,8 @@ class HopperInvariantPlan:
                 SEGMENT=tile.segment,
             )
             constants = {
-                **options._asdict(),
-                **shape._asdict(),
+                "OPTIONS": options,
+                "TILE": shape,
                 "num_warps": 4,
                 "maxnreg": 168 if piece > 0 else 240,
                 # no build may choose what it fuses, so that all round alike
@@ -152,10 +141,7 @@ class HopperInvariantPlan:
             whole = MapLaunch(invariant_hopper_kernel, constants)
             parts = MapLaunch(invariant_hopper_kernel, constants)
             self._launches[warpgroups] = whole, parts
-        merge = MergeTile(keys.head_dim_v, padded_head_dim(keys.head_dim_v), MERGE_ROWS)
-        kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-        self._merge = Launch(invariant_merge_kernel, {**merge._asdict(), **kind})
-        self._strides_out = token_strides(out)
+        self._merge = merge_launch(keys.head_dim_v, MERGE_ROWS)
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:
         """Return the number of tickets per tile of rows: one, or one per segment of keys.
@@ -193,70 +179,78 @@ class HopperInvariantPlan:
         total = slots * self._packs * parts
         if total > MAX_TICKETS:
             raise NotImplementedError(f"q is too large for one launch: {total} tiles")
-        # the last section of heads is at most twice as large as each other section
-        heads = self._batch * self._packs
-        span = self._heads_k * L2_BYTES // max(1, self._heads_k * tokens_k * self._token_bytes)
-        span = min(max(1, span * self._packs // self._heads_k), heads)
-        counts = Counts(
-            self._batch,
-            self._packs,
-            self._heads_k,
-            tokens_q,
-            tokens_k,
-            tiles,
-            span,
-            heads % span + span if heads > span else heads,
-            parts,
-            total,
+        sizes = tokens_q, tokens_k, tiles, parts, total
+        numbers, merged = self._numbers.get(sizes) or self._numbers.keep(
+            sizes, self._count(x, *sizes[1:])
         )
         keys: tuple[Any, ...] = None, None
         loaded: tuple[Any, ...] = x.k, x.v, x.new_k, x.new_v, x.k_descale, x.v_descale
         if self._map_k is not None and self._map_v is not None:
             keys = self._map_k(as_rows(x.k)), self._map_v(as_rows(x.v))
             loaded = (None,) * 6
-        maps = self._map_q(q), *keys
-        rest = (
-            self._ticket(q.device),
-            x.sinks,
-            x.block_table,
-            x.cu_seqlens_q,
-            x.cu_seqlens_k,
-            x.seqlens_k,
+        k_ptr, v_ptr, new_k_ptr, new_v_ptr, k_descale_ptr, v_descale_ptr = loaded
+        tensors = Tensors(
+            q_desc=self._map_q(q),
+            k_desc=keys[0],
+            v_desc=keys[1],
+            out_desc=self._map_out(x.out) if parts == 1 else None,
+            k_ptr=k_ptr,
+            v_ptr=v_ptr,
+            new_k_ptr=new_k_ptr,
+            new_v_ptr=new_v_ptr,
+            k_descale_ptr=k_descale_ptr,
+            v_descale_ptr=v_descale_ptr,
+            lse_ptr=x.lse if parts == 1 else None,
+            part_out_ptr=None,
+            part_max_ptr=None,
+            part_sum_ptr=None,
+            park_ptr=None,
+            ticket_ptr=self._ticket(q.device),
+            sinks_ptr=x.sinks,
+            block_table_ptr=x.block_table,
+            cu_seqlens_q_ptr=x.cu_seqlens_q,
+            cu_seqlens_k_ptr=x.cu_seqlens_k,
+            seqlens_k_ptr=x.seqlens_k,
         )
         grid = min(self._processors, total)
-        numbers = (*self._scores, *counts, *self._strides)
         whole, one = self._launches[warpgroups]
         if parts == 1:
             parked = grid * warpgroups * ROWS * max(64, padded_head_dim(self._head_dim_v))
             if 0 < most_keys <= self._segment:
                 parked = 1
             park = q.new_empty((parked,), dtype=torch.float32)
-            made = Arguments(
-                *maps, self._map_out(x.out), *loaded, x.lse, None, None, None, park, *rest
-            )
-            whole(grid, made, numbers)
+            whole(grid, tensors._replace(park_ptr=park), numbers)
             return
         part_out = q.new_empty((parts, rows, self._head_dim_v), dtype=torch.float32)
         # the kernel does not write segments without visible keys
         part_max = q.new_full((parts, rows), float("-inf"), dtype=torch.float32)
         part_sum = q.new_empty((parts, rows), dtype=torch.float32)
-        sums = part_out, part_max, part_sum
-        one(grid, Arguments(*maps, None, *loaded, None, *sums, None, *rest), numbers)
-        merged = MergeTensors(x.out, part_out, part_max, part_sum, x.lse, x.sinks, x.cu_seqlens_q)
-        lse_strides = (0, tokens_q) if self._is_packed else (self._heads_q * tokens_q, tokens_q)
-        self._merge(
-            cdiv(rows, MERGE_ROWS),
-            merged,
-            MergeNumbers(
-                self._batch,
-                self._heads_q,
-                tokens_q,
-                rows,
-                parts,
-                *self._strides_out,
-                *lse_strides,
-            ),
+        sums = {"part_out_ptr": part_out, "part_max_ptr": part_max, "part_sum_ptr": part_sum}
+        one(grid, tensors._replace(**sums), numbers)
+        results = MergeTensors(x.out, part_out, part_max, part_sum, x.lse, x.sinks, x.cu_seqlens_q)
+        self._merge(cdiv(rows, MERGE_ROWS), results, merged)
+
+    def _count(
+        self, x: Call, tokens_k: int, tiles: int, parts: int, total: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        merged = merge_numbers(x, self._batch, parts)
+        # the last section of heads is at most twice as large as each other section
+        heads = self._batch * self._packs
+        span = self._heads_k * L2_BYTES // max(1, self._heads_k * tokens_k * self._token_bytes)
+        span = min(max(1, span * self._packs // self._heads_k), heads)
+        counts = Counts(
+            batch=self._batch,
+            packs=self._packs,
+            heads_k=self._heads_k,
+            tokens_q=merged.tokens_q,
+            tokens_k=tokens_k,
+            tiles=tiles,
+            span=span,
+            last=heads % span + span if heads > span else heads,
+            parts=parts,
+            total=total,
         )
+        return flat(Numbers(self._scores, counts, self._places)), flat(merged)
 
 
 @functools.cache

@@ -132,7 +132,8 @@ def _announce(index, work, count, pipeline):
 def _copy_queries(work, count, inputs, pipeline, TILE: gl.constexpr):
     """Copy a tile of queries, one box per warpgroup."""
     RAGGED: gl.constexpr = inputs.cu_seqlens_q_ptr is not None
-    for w in gl.static_range(TILE.WARPGROUPS):
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    for w in gl.static_range(WARPGROUPS):
         row = work.first_row + w * (TILE.ROWS // TILE.PACK)
         where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, RAGGED)
         mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)
@@ -149,9 +150,9 @@ def _look_up(tile, seen, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         key = tile * TILE.BLOCK_N + index * OPTIONS.PIECE
         is_wanted = (index < TILE.BLOCK_N // OPTIONS.PIECE) & (key < seen.last)
         is_wanted &= key + OPTIONS.PIECE > seen.first
-        strides = inputs.strides
-        entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * strides.stride_table_b
-        entries += (key // OPTIONS.PAGE).to(gl.int64) * strides.stride_table_p
+        table = inputs.places.table
+        entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * table.sequence
+        entries += (key // OPTIONS.PAGE).to(gl.int64) * table.page
         pages = gl.load(entries, mask=is_wanted, other=0).to(gl.int32)
     return pages
 
@@ -223,7 +224,7 @@ def _copy_tile(
         if OPTIONS.DECODE_FROM_CACHE:
             context = gl.where(work.len_q == 1, work.len_k, context)
         k_start = work.q_start
-    seen = Seen(work.sequence, work.head // TILE.GROUP, k_start, context, begin, work.len_k)
+    seen = Seen(work.sequence, work.head // OPTIONS.GROUP, k_start, context, begin, work.len_k)
     for segment in range(first, last):
         part = within(tiles, segment, TILE)
         steps = part.high - part.low
@@ -240,7 +241,7 @@ def _copy_tile(
                     barrier_sync(EMPTY + stage, PARTIES, WARPS)
                 full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
                 if OPTIONS.PIECE > 0:
-                    rows, desc = inputs.strides.page_rows_k, inputs.k_desc
+                    rows, desc = inputs.places.page_rows_k, inputs.k_desc
                     _copy_keys(tile, pages, desc, rows, seen, full, k_s, OPTIONS, TILE)
                 else:
                     gather_keys(tile, seen, inputs, full, k_s, OPTIONS, TILE)
@@ -255,7 +256,7 @@ def _copy_tile(
                 tile = part.high - step
                 full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
                 if OPTIONS.PIECE > 0:
-                    rows, desc = inputs.strides.page_rows_v, inputs.v_desc
+                    rows, desc = inputs.places.page_rows_v, inputs.v_desc
                     _copy_keys(tile, pages_v, desc, rows, seen, full, v_s, OPTIONS, TILE)
                 else:
                     gather_values(tile, seen, inputs, full, v_s, OPTIONS, TILE)

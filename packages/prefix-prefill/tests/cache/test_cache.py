@@ -144,7 +144,7 @@ def test_bytes_are_e4m3(device):
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 def test_writes_of_a_known_form_go_past_the_operator(dtype, layout, device, monkeypatch):
-    from prefix_prefill._paged.launch import write_plan_of
+    from prefix_prefill._cache.kernels.launch import write_plan_of
 
     def operator(*_):
         raise AssertionError("the operator was called")
@@ -239,7 +239,7 @@ def test_writes_in_a_graph_wait_for_what_is_no_kernel(device):
 def test_no_read_beyond_a_tensor():
     code = """
 import torch
-from prefix_prefill._paged.launch import launch_reshape_and_cache
+from prefix_prefill._cache.kernels.launch import launch_reshape_and_cache
 for d in (16, 24):
     k, v = (fenced(torch.randn(6, 2, d)) for _ in range(2))
     caches = [fenced(torch.zeros(4, 4, 2, d)) for _ in range(2)]

@@ -137,7 +137,7 @@ def launch_decode(config: Config, batch: int = 64) -> None:
 
 def launch_cache(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that writes into a cache on meta tensors."""
-    from prefix_prefill._paged.launch import launch_reshape_and_cache as launch
+    from prefix_prefill._cache.kernels.launch import launch_reshape_and_cache as launch
 
     new = [meta(tokens, 8, n, dtype=getattr(torch, config.dtype)) for n in config.widths]
     by_token = scale_caches(config)

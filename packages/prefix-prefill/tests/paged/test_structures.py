@@ -18,6 +18,7 @@ from prefix_prefill import (
     paged_attn_func,
     reshape_and_cache,
 )
+from prefix_prefill._cache.kernels import launch as write_launch
 from prefix_prefill._cache.kernels import words
 from prefix_prefill._cache.kernels import write as cache
 from prefix_prefill._kvcache import api as public_kvcache
@@ -27,10 +28,8 @@ from prefix_prefill._linked.hopper import tickets
 from prefix_prefill._linked.host.forms import Memory
 from prefix_prefill._linked.invariant import arithmetic as invariant_arithmetic
 from prefix_prefill._linked.invariant import kernels as invariant_kernels
-from prefix_prefill._linked.invariant import structures as invariant_structures
 from prefix_prefill._linked.invariant import walk as invariant_walk
 from prefix_prefill._linked.launch import runtime
-from prefix_prefill._mla.call import MlaTensors, MlaWriteTensors
 from prefix_prefill._mla.hopper import (
     fp8 as mla_fp8,
 )
@@ -38,14 +37,11 @@ from prefix_prefill._mla.hopper import kernel as hopper_mla
 from prefix_prefill._mla.hopper import (
     producer as mla_producer,
 )
-from prefix_prefill._mla.hopper import (
-    structures as mla_structures,
-)
 from prefix_prefill._mla.portable import kernel as portable_mla
-from prefix_prefill._mla.portable import parameters as mla_parameters
 from prefix_prefill._paged import launch as paged_launch
 from prefix_prefill._paged import ops
-from prefix_prefill._paged.call import AppendTensors, Tensors, WriteTensors
+from prefix_prefill._paged.call import Tensors
+from prefix_prefill._paged.hopper import arguments as hopper_arguments
 from prefix_prefill._paged.hopper import attention as hopper_attention
 from prefix_prefill._paged.hopper import (
     consumer,
@@ -58,9 +54,9 @@ from prefix_prefill._paged.hopper import (
 )
 from prefix_prefill._paged.hopper import structures as hopper
 from prefix_prefill._paged.portable import (
+    arguments,
     attention,
     merge,
-    parameters,
     primitives,
     queries,
     results,
@@ -73,65 +69,6 @@ from .._linked.gpus import absent_gpu
 
 pytestmark = pytest.mark.eager
 
-ENTRIES = [
-    (
-        attention.paged_kernel, parameters.Pointers, parameters.Scores, parameters.Counts,
-        parameters.Strides, parameters.Layout, parameters.RowLayout, parameters.Options,
-        parameters.Schedule, parameters.Tile,
-    ),
-    (
-        merge.split_merge_kernel, parameters.SplitMergePointers, parameters.SplitMergeNumbers,
-        parameters.Schedule, parameters.SplitMergeTile,
-    ),
-    (
-        merge.state_merge_kernel, parameters.StateMergePointers, parameters.StateMergeNumbers,
-        parameters.StateMergeTile,
-    ),
-    (
-        cache.reshape_and_cache_kernel, parameters.WritePointers, parameters.WriteCounts,
-        parameters.WriteStrides, parameters.CacheLayout, parameters.WriteTile,
-    ),
-    (
-        append.append_kernel, parameters.AppendPointers, parameters.AppendCounts,
-        parameters.AppendStrides, parameters.AppendTile,
-    ),
-    (
-        append.pages_kernel, parameters.PagePointers, parameters.PageCounts, parameters.PageTile,
-    ),
-    (
-        portable_mla.mla_kernel, mla_parameters.MlaPointers, mla_parameters.MlaCounts,
-        mla_parameters.MlaStrides, mla_parameters.MlaOptions, parameters.Schedule,
-        mla_parameters.MlaTile,
-    ),
-    (
-        portable_mla.mla_write_kernel, mla_parameters.MlaWritePointers,
-        mla_parameters.MlaWriteNumbers, mla_parameters.MlaWriteTile,
-    ),
-    (
-        invariant_kernels.invariant_kernel, invariant_structures.Tensors,
-        invariant_structures.Numbers, invariant_structures.Options, invariant_structures.Tile,
-    ),
-    (
-        invariant_kernels.invariant_merge_kernel, invariant_structures.MergeTensors,
-        invariant_structures.MergeNumbers, invariant_structures.MergeTile,
-    ),
-    (
-        hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
-        hopper.Strides, hopper.Options, hopper.Tile,
-    ),
-    (
-        wide.prefill_wide_kernel, hopper.WideArguments, hopper.Scores, hopper.Counts,
-        hopper.WideStrides, hopper.Options, hopper.Tile,
-    ),
-    (
-        hopper_mla.mla_kernel, mla_structures.Arguments, mla_structures.Counts,
-        mla_structures.Strides, mla_structures.Tile,
-    ),
-    (
-        mla_fp8.mla_fp8_kernel, mla_structures.WideArguments, mla_structures.Counts,
-        mla_structures.WideStrides, mla_structures.Tile,
-    ),
-]  # fmt: skip
 DEVICE_MODULES = [
     attention,
     cache,
@@ -167,29 +104,14 @@ def names(function: Any) -> list[str]:
     return list(inspect.signature(function.fn).parameters)
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0].__name__)
-def test_an_entry_takes_the_fields_of_what_the_host_makes(entry):
-    kernel, *made = entry
-    assert names(kernel) == [name for structure in made for name in structure._fields]
-
-
 def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
     """Plans pass them on as they are."""
-    assert [f"{name}_ptr" for name in WriteTensors._fields] == [*parameters.WritePointers._fields]
-    writes = [f"{name}_ptr" for name in MlaWriteTensors._fields]
-    assert writes == [*mla_parameters.MlaWritePointers._fields]
-    ordered = [f"{name}_ptr" for name in MlaTensors._fields]
-    assert [*ordered, "part_out_ptr", "part_lse_ptr"] == [*mla_parameters.MlaPointers._fields]
-    assert mla_structures.WideArguments._fields == mla_parameters.MlaPointers._fields
-    names = [f"{name}_ptr" for name in AppendTensors._fields]
-    assert names == [*parameters.AppendPointers._fields]
-    parts = ["part_out_ptr", "part_lse_ptr"]
-    ordered = [f"{name}_ptr" for name in Tensors._fields] + parts
-    assert ordered == [*parameters.Pointers._fields]
+    ordered = [f"{name}_ptr" for name in Tensors._fields]
+    assert [*ordered, "part_out_ptr", "part_lse_ptr"] == [*arguments.Tensors._fields]
 
 
 def test_what_a_kernel_is_compiled_with_is_in_upper_case():
-    for module in (parameters, mla_parameters, structures, hopper, mla_structures):
+    for module in (arguments, structures, hopper, hopper_arguments):
         for structure in vars(module).values():
             fields = getattr(structure, "_fields", ())
             assert len({name.isupper() for name in fields}) <= 1, structure
@@ -197,8 +119,8 @@ def test_what_a_kernel_is_compiled_with_is_in_upper_case():
 
 @pytest.mark.parametrize("module", DEVICE_MODULES, ids=lambda module: module.__name__[15:])
 def test_a_device_function_takes_few_arguments(module):
-    entries = {entry[0].__name__ for entry in ENTRIES}
-    found = [f for f in vars(module).values() if hasattr(f, "fn") and f.__name__ not in entries]
+    found = [f for f in vars(module).values() if hasattr(f, "fn")]
+    found = [f for f in found if not f.__name__.endswith("_kernel")]
     assert found
     for function in found:
         assert len(names(function)) <= MOST_ARGUMENTS, function.__name__
@@ -227,7 +149,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "current_device", lambda: 0)
     # plans are for GPUs
     monkeypatch.setattr(ops, "plan_of", paged_launch.plan_of)
-    monkeypatch.setattr(ops, "write_plan_of", paged_launch.write_plan_of)
+    monkeypatch.setattr(ops, "write_plan_of", write_launch.write_plan_of)
     monkeypatch.setattr(ops, "kvcache_plans_of", kvcache_launch.plans_of)
     known = (api, "_known"), (dropin, "_known"), (api, "_writes"), (public_kvcache, "_known")
     for module, name in known:

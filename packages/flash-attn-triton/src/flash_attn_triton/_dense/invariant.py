@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._linked.host.forms import ACCESS_BYTES
-from .._linked.invariant.call import Call, InvariantRun, KeyForm, Scores
+from .._linked.invariant.arguments import KeyStrides, Scores, ValueStrides
+from .._linked.invariant.call import Call, InvariantRun, KeyForm
 from .._linked.invariant.plans import plan_invariant
 from .._linked.launch.runtime import dense, token_strides
 from . import tiles
@@ -55,19 +56,15 @@ class InvariantForward:
 
 def _plan_of(form: Form, call: Call, is_kept: bool) -> InvariantRun:
     options = form.options
-    k_strides, v_strides = token_strides(call.k), token_strides(call.v)
     keys = KeyForm(
-        form.head_dim_v,
-        form.heads_k,
-        0,
-        form.head_dim,
-        ACCESS_BYTES,
-        ACCESS_BYTES,
-        *k_strides,
-        0,
-        1,
-        *v_strides,
-        1,
+        head_dim_v=form.head_dim_v,
+        heads_k=form.heads_k,
+        page=0,
+        k_run=form.head_dim,
+        k_bytes=ACCESS_BYTES,
+        v_bytes=ACCESS_BYTES,
+        k=KeyStrides(*token_strides(call.k), run=0, number=1),
+        v=ValueStrides(*token_strides(call.v), number=1),
     )
     scores = Scores(
         options.softmax_scale, options.softcap, options.window_left, options.window_right

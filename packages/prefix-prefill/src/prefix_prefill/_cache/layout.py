@@ -1,4 +1,4 @@
-"""The two layouts of a cache (NHD and packed), as one set of sizes and strides.
+"""The two layouts of a cache (NHD and packed), as one set of sizes.
 
 NHD: keys ``[num_blocks, block_size, heads_k, head_dim]``, values
 ``[num_blocks, block_size, heads_k, head_dim_v]``. Packed: keys
@@ -25,25 +25,6 @@ class CacheSizes(NamedTuple):
     head_dim: int
 
 
-class Strides(NamedTuple):
-    """Strides of keys or values.
-
-    Number d of a vector is ``d // run * step + d % run * inner`` after its first number. ``run`` is
-    the last dimension of the keys, or the head dimension of values.
-    """
-
-    page: int
-    slot: int
-    head: int
-    step: int
-    inner: int
-
-    def of_words(self, size: int) -> "Strides":
-        """Return the strides in words of ``size`` contiguous numbers."""
-        page, slot, head, step, inner = self
-        return Strides(page // size, slot // size, head // size, step // size, inner)
-
-
 def is_packed(k_cache: Tensor) -> bool:
     """Return whether a cache has the packed layout."""
     return k_cache.ndim == PACKED_NDIM
@@ -67,23 +48,6 @@ def head_dim_of_values(k_cache: Tensor, v_cache: Tensor) -> int:
     if is_packed(k_cache):
         return v_cache.shape[2]
     return v_cache.shape[3] * numbers_of_byte(v_cache)
-
-
-def key_strides(k_cache: Tensor) -> Strides:
-    """Return the strides of keys."""
-    if is_packed(k_cache):
-        page, head, step, slot, inner = k_cache.stride()
-        return Strides(page, slot, head, step, inner)
-    page, slot, head, inner = k_cache.stride()
-    return Strides(page, slot, head, 0, inner)
-
-
-def value_strides(k_cache: Tensor, v_cache: Tensor) -> Strides:
-    """Return the strides of values."""
-    if is_packed(k_cache):
-        page, head, inner, slot = v_cache.stride()
-        return Strides(page, slot, head, 0, inner)
-    return key_strides(v_cache)
 
 
 def gather_pages(cache: Tensor, pages: Tensor, packed: bool) -> Tensor:

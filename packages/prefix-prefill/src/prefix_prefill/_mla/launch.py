@@ -10,17 +10,19 @@ from attn_common import cdiv, detect, fp8_info
 from torch import Tensor
 
 from .._cache.kernels.addressing import CacheForm, row_strides
-from .._linked.host.forms import interpreted
-from .._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
+from .._cache.kernels.arguments import TableStrides
+from .._linked.host.forms import Memory, interpreted
+from .._linked.launch.entries import flat
+from .._linked.launch.runtime import MAX_COUNTS, Launch, aligned, dense, is_aligned, row_bytes
 from .._paged.launch import MAX_TOKENS, is_writable
+from .._paged.portable.arguments import Schedule, SplitMergeTensors, SplitMergeTile
 from .._paged.portable.merge import split_merge_kernel
-from .._paged.portable.parameters import Schedule, SplitMergePointers, SplitMergeTile
 from .._paged.portable.tile_launch import MERGE_NUMBERS, count_processors
 from .._paged.tiles import choose_splits, padded_head_dim
 from .call import MlaOptions, MlaTensors, MlaWriteTensors
-from .portable import parameters
+from .portable import arguments
+from .portable.arguments import CacheStrides, Numbers, Tile, WriteNumbers, WriteOptions
 from .portable.kernel import mla_kernel, mla_write_kernel
-from .portable.parameters import MlaStrides, MlaTile, MlaWriteTile
 from .tiles import mla_tile, takes_hopper_mla
 
 # tokens that a program writes
@@ -99,7 +101,7 @@ class SchedulePlan:
         if interpreted():
             self._merged_rows, chunk = 16, 2
         tile = SplitMergeTile(self._head_dim_v, 0.0, block, self._merged_rows, chunk, False)
-        constants = {**schedule._asdict(), **tile._asdict(), "num_warps": 4, "num_stages": 1}
+        constants = {"SCHEDULE": schedule, "TILE": tile, "num_warps": 4, "num_stages": 1}
         self._merge = Launch(split_merge_kernel, constants)
         self._out_strides = row_strides(x.out)
 
@@ -124,7 +126,7 @@ class SchedulePlan:
         self._launch(grid, x, (part_out, part_lse), splits)
         self._merge(
             units * cdiv(self._most_rows, self._merged_rows),
-            SplitMergePointers(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, None),
+            SplitMergeTensors(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, None),
             # the fields of SplitMergeNumbers
             (self._batch, 1, tokens, splits, self._most_rows, *self._out_strides),
         )
@@ -154,39 +156,44 @@ class PortableLaunch:
         itemsize = 4 if torch.float32 in (x.q.dtype, x.kv_cache.dtype) else 2
         tile = mla_tile(platform, itemsize, heads)
         self.rows, self.block_n = tile.block_m, tile.block_n
-        self._scale, self._batch = options.softmax_scale, x.seqlens_k.shape[0]
         cache = x.kv_cache[:, :, None]
         form = CacheForm(cache, cache)
         rest = head_dim_v * x.kv_cache.element_size()
-        asked = parameters.MlaOptions(
+        asked = arguments.Options(
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
             PAGE=form.page,
             KV_UNIT=form.layout.K_UNIT,
             KV_BYTES=math.gcd(form.layout.K_BYTES, rest),
             ROW_BYTES=math.gcd(row_bytes(x.q), head_dim_v * x.q.element_size()),
             CAUSAL=options.causal,
         )
-        shape = MlaTile(
-            HEAD_DIM=head_dim,
-            HEAD_DIM_V=head_dim_v,
+        shape = Tile(
+            **schedule_of(heads, self.rows, is_single)._asdict(),
             BLOCK_N=tile.block_n,
             BLOCK_V=padded_head_dim(head_dim_v),
             BLOCK_R=padded_head_dim(max(1, head_dim - head_dim_v)),
             PRECISION=tile.precision,
             UPCAST=interpreted(),
         )
-        schedule = schedule_of(heads, self.rows, is_single)
         constants = {
-            **asked._asdict(),
-            **schedule._asdict(),
-            **shape._asdict(),
+            "OPTIONS": asked,
+            "TILE": shape,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
-        page, slot, _, _, inner = form.k
-        table = x.block_table.stride()
-        self._strides = MlaStrides(
-            *row_strides(x.q), *row_strides(x.out), page, slot, inner, *table
+        self._form = Numbers(
+            scale=options.softmax_scale,
+            batch=x.seqlens_k.shape[0],
+            tokens=0,
+            splits=0,
+            q=row_strides(x.q),
+            out=row_strides(x.out),
+            kv=CacheStrides(*x.kv_cache.stride()),
+            table=TableStrides(*x.block_table.stride()),
         )
+        # by token count and splits
+        self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
         self._whole, self._split = Launch(mla_kernel, constants), Launch(mla_kernel, constants)
 
     def __call__(
@@ -194,9 +201,12 @@ class PortableLaunch:
     ) -> None:
         """Launch ``grid`` programs; ``parts`` are the partial results of splits, or None."""
         launch = self._whole if parts[0] is None else self._split
-        # the fields of MlaCounts and MlaStrides
-        numbers = (self._scale, self._batch, x.q.shape[0], splits, *self._strides)
-        launch(grid, (*x, *parts), numbers)
+        counts = x.q.shape[0], splits
+        launch(grid, (*x, *parts), self._numbers.get(counts) or self._count(*counts))
+
+    def _count(self, tokens: int, splits: int) -> tuple[float, ...]:
+        numbers = flat(self._form._replace(tokens=tokens, splits=splits))
+        return self._numbers.keep((tokens, splits), numbers)
 
 
 # ---- writing into a cache
@@ -221,7 +231,7 @@ class MlaCacheWritePlan:
         """Prepare writes like ``x``, whose new columns are aligned (see ``aligned``)."""
         cache = x.kv_cache
         is_fp8 = cache.element_size() == 1
-        tile = MlaWriteTile(
+        asked = WriteOptions(
             PAGE=cache.shape[1],
             HEAD_DIM_V=x.kv_c.shape[1],
             ROTARY=x.k_pe.shape[1],
@@ -231,13 +241,24 @@ class MlaCacheWritePlan:
             BLOCK_V=padded_head_dim(x.kv_c.shape[1]),
             BLOCK_R=padded_head_dim(max(1, x.k_pe.shape[1])),
         )
-        rows = x.slot_mapping.stride(0), x.kv_c.stride(0), x.k_pe.stride(0)
-        # the kernel's numbers after the token count
-        self._numbers = cache.shape[0] * cache.shape[1], *rows, *cache.stride()
-        constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
+        self._form = WriteNumbers(
+            tokens=0,
+            slots=cache.shape[0] * cache.shape[1],
+            slot_mapping=x.slot_mapping.stride(0),
+            kv_c=x.kv_c.stride(0),
+            k_pe=x.k_pe.stride(0),
+            kv=CacheStrides(*cache.stride()),
+        )
+        # by token count
+        self._numbers: Memory[tuple[int, ...]] = Memory(MAX_COUNTS)
+        constants = {"OPTIONS": asked, "num_warps": 4, "num_stages": 1}
         self._write = Launch(mla_write_kernel, constants)
 
     def run(self, x: MlaWriteTensors) -> None:
         """Launch one write."""
         tokens = x.slot_mapping.shape[0]
-        self._write(cdiv(tokens, BLOCK_T), x, (tokens, *self._numbers))
+        numbers = self._numbers.get(tokens) or self._count(tokens)
+        self._write(cdiv(tokens, BLOCK_T), x, numbers)
+
+    def _count(self, tokens: int) -> tuple[int, ...]:
+        return self._numbers.keep(tokens, flat(self._form._replace(tokens=tokens)))

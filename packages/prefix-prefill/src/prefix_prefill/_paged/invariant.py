@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .._cache.kernels.addressing import CacheForm, descale_ndim, one_form
 from .._cache.layout import cache_sizes
-from .._linked.invariant.call import Call, KeyForm, Scores
+from .._linked.invariant.arguments import KeyStrides, Scores, ValueStrides
+from .._linked.invariant.call import Call, KeyForm
 from .._linked.invariant.plans import plan_invariant
 from .._linked.launch.runtime import dense
 from . import tiles
@@ -27,19 +28,16 @@ class InvariantAttention:
         cache = CacheForm(x.k_cache, x.v_cache)
         layout = cache.layout
         keys = KeyForm(
-            x.out.shape[2],
-            sizes.heads_k,
-            layout.PAGE,
-            layout.K_RUN,
-            layout.K_BYTES if layout.K_UNIT else 0,
-            layout.V_BYTES if layout.V_UNIT else 0,
-            *cache.k,
-            cache.v.page,
-            cache.v.slot,
-            cache.v.head,
-            cache.v.inner,
-            ndim,
-            options.decode_from_cache and x.k is not None,
+            head_dim_v=x.out.shape[2],
+            heads_k=sizes.heads_k,
+            page=layout.PAGE,
+            k_run=layout.K_RUN,
+            k_bytes=layout.K_BYTES if layout.K_UNIT else 0,
+            v_bytes=layout.V_BYTES if layout.V_UNIT else 0,
+            k=KeyStrides(*cache.k),
+            v=ValueStrides(cache.v.page, cache.v.slot, cache.v.head, number=cache.v.number),
+            descale_ndim=ndim,
+            decode_from_cache=options.decode_from_cache and x.k is not None,
         )
         # Drop-ins keep the rows that they do not compute. The kernels write all rows, so they write
         # another output, from which the computed rows are copied.

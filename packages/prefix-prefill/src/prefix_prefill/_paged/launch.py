@@ -6,6 +6,7 @@ many, and merges splits. ``portable/tile_launch.py`` and ``hopper/launch.py`` la
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,26 +14,20 @@ from attn_common import cdiv, detect, fp8_info
 from torch import Tensor
 
 from .._cache.kernels.addressing import (
-    CacheForm,
     descale_ndim,
     has_narrow_words,
     one_form,
     row_strides,
 )
-from .._cache.kernels.write import reshape_and_cache_kernel
-from .._cache.layout import INT_MAX, cache_sizes
-from .._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
-from .call import Call, Options, Plan, Tensors, WriteTensors
+from .._cache.kernels.arguments import RowStrides
+from .._cache.layout import cache_sizes
+from .._linked.launch.entries import flat
+from .._linked.launch.runtime import MAX_COUNTS, Launch, aligned, dense, is_aligned
+from .call import Call, Options, Plan, Tensors
 from .hopper_tiles import hopper_tile
 from .invariant import InvariantAttention
+from .portable.arguments import StateMergeNumbers, StateMergeTensors, StateMergeTile
 from .portable.merge import state_merge_kernel
-from .portable.parameters import (
-    StateMergeNumbers,
-    StateMergePointers,
-    StateMergeTile,
-    WriteStrides,
-    WriteTile,
-)
 from .portable.tile_launch import TilePlan
 from .tiles import (
     MAX_SHORT_ROWS,
@@ -49,8 +44,6 @@ if TYPE_CHECKING:
     from .hopper.launch import HopperPlan
 
 MAX_TOKENS = 2**31 - 1
-# tokens of one head that a program writes into the cache
-BLOCK_T = 16
 # rows that a program merges
 MERGE_ROWS = 16
 # small tensors that must be contiguous for the kernels
@@ -160,78 +153,13 @@ class AttentionPlan:
                 long.run(x, tokens, max_seqlen_k)
 
 
-# ---- writing into a cache
-
-
-def launch_reshape_and_cache(*arguments: Any) -> None:
-    """Run the operator that writes into a cache on checked inputs; see ``ops.py``."""
-    x = WriteTensors(*arguments)
-    tokens = x.slot_mapping.shape[0]
-    x = x._replace(k=aligned(x.k[:tokens]), v=aligned(x.v[:tokens]))
-    WritePlan(x).run(x)
-
-
-def write_plan_of(x: WriteTensors) -> WritePlan | None:
-    """Return a launcher for writes like ``x``, or None if tensors have to be copied first."""
-    return WritePlan(x) if is_aligned(x.k) and is_aligned(x.v) else None
-
-
-class WritePlan:
-    """Launcher of the writes with one signature; it depends on no data and on no token count."""
-
-    def __init__(self, x: WriteTensors) -> None:
-        """Prepare writes like ``x``, whose ``k`` and ``v`` are aligned (see ``aligned``)."""
-        _, self._heads_k, head_dim = x.k.shape
-        head_dim_v = x.v.shape[2]
-        cache = CacheForm(x.k_cache, x.v_cache)
-        is_fp8 = x.k_cache.dtype.is_floating_point and x.k_cache.element_size() == 1
-        scales = x.k_scale, x.v_scale
-        self._per_head = any(s is not None and s.numel() != 1 for s in scales)
-        platform = detect(x.k.device)
-        overlap = platform.is_hopper or platform.is_blackwell
-        new = row_strides(x.k) + row_strides(x.v)
-        scale_strides = 0, 0, 0, 0, 0, 0
-        if x.k_scale_cache is not None and x.v_scale_cache is not None:
-            scale_strides = x.k_scale_cache.stride() + x.v_scale_cache.stride()
-        strides = WriteStrides(x.slot_mapping.stride(0), *new, *cache.k, *cache.v, *scale_strides)
-        # the kernel's numbers after the token count
-        self._numbers = x.k_cache.shape[0] * cache.page, *strides
-        tile = WriteTile(
-            HEADS=self._heads_k,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_V=head_dim_v,
-            ROW_BYTES=min(row_bytes(x.k), row_bytes(x.v)),
-            SCALE_PER_HEAD=self._per_head,
-            FP8_MAX=fp8_info(x.k_cache.dtype).max if is_fp8 else 0.0,
-            INT_MAX=INT_MAX.get(x.k_cache.dtype, 0),
-            BLOCK_T=BLOCK_T,
-            BLOCK_D=padded_head_dim(head_dim),
-            BLOCK_DV=padded_head_dim(head_dim_v),
-            OVERLAP=overlap,
-        )
-        self._write = Launch(
-            reshape_and_cache_kernel,
-            {
-                **cache.layout._asdict(),
-                **tile._asdict(),
-                "num_warps": 4,
-                "num_stages": 1,
-                **({"launch_pdl": True} if overlap else {}),
-            },
-        )
-
-    def run(self, x: WriteTensors) -> None:
-        """Launch one write."""
-        tokens = x.slot_mapping.shape[0]
-        if x.k_scale is not None or x.v_scale is not None:
-            shape = (self._heads_k,) if self._per_head else ()
-            k_scale, v_scale = one_form(shape, x.k_scale, x.v_scale)
-            x = x._replace(k_scale=k_scale, v_scale=v_scale)
-        # WriteTensors has the fields of WritePointers
-        self._write(2 * cdiv(tokens, BLOCK_T) * self._heads_k, x, (tokens, *self._numbers))
-
-
 # ---- merging two results
+
+
+@functools.lru_cache(MAX_COUNTS)
+def _merge_numbers(heads_q: int, tokens: int, *strides: int) -> tuple[int, ...]:
+    return flat(StateMergeNumbers(heads_q, tokens, out=RowStrides(*strides)))
+
 
 # by device, head dimension and dtypes
 _merges: dict[tuple[Any, ...], Launch] = {}
@@ -249,10 +177,10 @@ def launch_merge(
     """Run the operator that merges two results on checked inputs; see ``ops.py``."""
     tokens, heads_q, head_dim = out_a.shape
     target = out if out.stride(2) == 1 or head_dim == 1 else out.new_empty(out.shape)
-    pointers = StateMergePointers(
+    tensors = StateMergeTensors(
         dense(out_a), dense(lse_a), dense(out_b), dense(lse_b), target, lse, out_scale
     )
-    key = (out_a.device, head_dim, *(None if t is None else t.dtype for t in pointers))
+    key = (out_a.device, head_dim, *(None if t is None else t.dtype for t in tensors))
     launch = _merges.get(key)
     if launch is None:
         tile = StateMergeTile(
@@ -261,10 +189,9 @@ def launch_merge(
             BLOCK_D=padded_head_dim(head_dim),
             ROWS=MERGE_ROWS,
         )
-        constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
+        constants = {"TILE": tile, "num_warps": 4, "num_stages": 1}
         launch = _merges[key] = Launch(state_merge_kernel, constants)
-    stride_os, stride_oh, _ = target.stride()
-    numbers = StateMergeNumbers(heads_q, tokens, stride_os, stride_oh)
-    launch(cdiv(tokens * heads_q, MERGE_ROWS), pointers, numbers)
+    numbers = _merge_numbers(heads_q, tokens, *row_strides(target))
+    launch(cdiv(tokens * heads_q, MERGE_ROWS), tensors, numbers)
     if target is not out:
         out.copy_(target)

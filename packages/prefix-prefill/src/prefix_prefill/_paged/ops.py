@@ -59,7 +59,7 @@ def _attention_eager(*arguments: Any) -> None:
 
 
 def _reshape_and_cache_triton(*arguments: Any) -> None:
-    from .launch import launch_reshape_and_cache
+    from .._cache.kernels.launch import launch_reshape_and_cache
 
     launch_reshape_and_cache(*arguments)
 
@@ -190,7 +190,7 @@ def write_plan_of(x: WriteTensors) -> WritePlan | None:
     """Return a launcher that bypasses the operator, or None: see ``WritePlan``."""
     if x.k.device.type != "cuda":
         return None
-    from .launch import write_plan_of as plan
+    from .._cache.kernels.launch import write_plan_of as plan
 
     return plan(x)
 

@@ -206,8 +206,7 @@ def chunks() -> Case:
 MISTAKES = [
     (chunks_beside_integers, "read_scales", "(key < seen.last)", "(key < 2**20)"),
     (chunks_beside_integers, "read_scales", "(key % TILE.PAGE)", "(key * 0)"),
-    (chunks_beside_integers, "read_scales", "head * k.stride_head", "0"),
-    (chunks_beside_integers, "read_scales", "head * v.stride_head", "0"),
+    (chunks_beside_integers, "_pointers_to", "head * strides.head", "0"),
     (chunks_beside_integers, "_bring", "(last - step - 1) * N", "(last - step) * N"),
     (chunks_beside_integers, "put_scales", "2 * stage + 1", "1"),
     (chunks_beside_integers, "put_scales", "2 * stage)", "0)"),

@@ -1,44 +1,57 @@
 """Writing new keys and values into the pages of a cache."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
-from ..._paged.portable.parameters import WriteCounts, WritePointers, WriteStrides, WriteTile
-from ..._paged.portable.structures import Columns, Packed, Side, Slots, VectorLayout, Vectors
+from ..._linked.launch.entries import entry
+from .arguments import Numbers, Tensors
+from .structures import New, Side
 
 # 1.5 * 2**23: neighbouring fp32 numbers differ by 1 there
 _ROUNDING = tl.constexpr(12582912.0)
 
-# as in ``_paged/portable/attention.py``
-NUMBERS = WriteCounts._fields + WriteStrides._fields
+
+@triton.jit
+def load(new, token, exists, head, VECTOR: tl.constexpr, OPTIONS: tl.constexpr):
+    """Load a head of new tokens, ``[BLOCK_T, BLOCK_D]``."""
+    BYTES: tl.constexpr = OPTIONS.ROW_BYTES
+    cols = tl.arange(0, VECTOR.BLOCK_D)  # [BLOCK_D]
+    rows = token * new.strides.token + head * new.strides.head  # [BLOCK_T]
+    mask = exists[:, None] & (cols < VECTOR.HEAD_DIM)[None, :]
+    where = tl.multiple_of(new.ptr + rows[:, None], [BYTES, BYTES]) + cols[None, :]
+    return tl.load(where, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(values, cache, rows, inside, cols, LAYOUT: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Store rows x cols of vectors in runs, as ``load_rows`` reads them."""
-    RUN: tl.constexpr = LAYOUT.RUN
-    BYTES: tl.constexpr = LAYOUT.BYTES
-    begin = cache.base + rows[:, None]  # [BLOCK_T, 1]
+def _store_rows(values, side, rows, inside, cols, VECTOR: tl.constexpr):
+    """Store rows of vectors in runs, as ``load_rows`` reads them."""
+    RUN: tl.constexpr = VECTOR.RUN
+    # a byte of two codes is one column
+    HEAD_DIM: tl.constexpr = VECTOR.HEAD_DIM * values.shape[1] // VECTOR.BLOCK_D
+    begin = side.cache_ptr + rows[:, None]  # [BLOCK_T, 1]
     if RUN < HEAD_DIM:
-        begin += (cols // RUN).to(tl.int64)[None, :] * cache.stride_run  # [BLOCK_T, BLOCK_D]
+        begin += (cols // RUN).to(tl.int64)[None, :] * side.cache.run  # [BLOCK_T, BLOCK_D]
     place = cols % RUN if RUN < HEAD_DIM else cols  # [BLOCK_D]
-    if LAYOUT.UNIT:
+    if VECTOR.UNIT:
+        BYTES: tl.constexpr = VECTOR.BYTES
         pointers = tl.multiple_of(begin, [BYTES, BYTES]) + place[None, :]  # [BLOCK_T, BLOCK_D]
     else:
-        pointers = begin + place.to(tl.int64)[None, :] * cache.stride_number  # [BLOCK_T, BLOCK_D]
+        pointers = begin + place.to(tl.int64)[None, :] * side.cache.number  # [BLOCK_T, BLOCK_D]
     tl.store(pointers, values, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
 
 
 @triton.jit
-def _stored(values, side, head, TILE: tl.constexpr):
+def _stored(values, side, head, OPTIONS: tl.constexpr):
     """Cast values to the dtype of the cache; FP8 is scaled and saturated first."""
-    FP8_MAX: tl.constexpr = TILE.FP8_MAX
+    FP8_MAX: tl.constexpr = OPTIONS.FP8_MAX
     if FP8_MAX > 0:
         values = values.to(tl.float32)
         if side.scale_ptr is not None:
-            values /= tl.load(side.scale_ptr + (head if TILE.SCALE_PER_HEAD else 0))
+            values /= tl.load(side.scale_ptr + (head if OPTIONS.SCALE_PER_HEAD else 0))
         values = tl.clamp(values, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return values.to(side.cache.base.dtype.element_ty)
+    return values.to(side.cache_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -71,167 +84,82 @@ def _packed(codes):
 
 
 @triton.jit
-def store_codes(
-    values,
-    cache,
-    scales,
-    rows,
-    at,
-    inside,
-    LAYOUT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INT_MAX: tl.constexpr,
-):
-    """Store rows as codes, and their scales at offsets ``at``."""
-    codes, scale = _quantised(values, INT_MAX, scales.base.dtype.element_ty)
-    tl.store(scales.base + at, scale, mask=inside)
-    if INT_MAX == 7:
-        BYTES: tl.constexpr = COLUMNS.HEAD_DIM // 2
-        cols = tl.arange(0, COLUMNS.BLOCK_D // 2)  # [BLOCK_D // 2]
-        codes = _packed(codes).to(tl.uint8)
-        store_rows(codes, cache, rows, inside, cols, LAYOUT, BYTES)
+def store(values, side, head, page, slot, inside, VECTOR: tl.constexpr, OPTIONS: tl.constexpr):
+    """Store rows of a head in slots of pages, as numbers or as codes with their scales."""
+    cache, scales = side.cache, side.scales
+    cols = tl.arange(0, VECTOR.BLOCK_D)  # [BLOCK_D]
+    rows = page * cache.page + slot * cache.slot + head * cache.head
+    if OPTIONS.INT_MAX > 0:
+        at = page * scales.page + slot * scales.slot + head * scales.head
+        codes, scale = _quantised(values, OPTIONS.INT_MAX, side.scale_cache_ptr.dtype.element_ty)
+        tl.store(side.scale_cache_ptr + at, scale, mask=inside)
+        if OPTIONS.INT_MAX == 7:
+            cols = tl.arange(0, VECTOR.BLOCK_D // 2)  # [BLOCK_D // 2]
+            codes = _packed(codes).to(tl.uint8)
+            _store_rows(codes, side, rows, inside, cols, VECTOR)
+        else:
+            codes = codes.to(tl.int32).to(tl.int8)
+            _store_rows(codes, side, rows, inside, cols, VECTOR)
     else:
-        cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
-        codes = codes.to(tl.int32).to(tl.int8)
-        store_rows(codes, cache, rows, inside, cols, LAYOUT, COLUMNS.HEAD_DIM)
+        values = _stored(values, side, head, OPTIONS)
+        _store_rows(values, side, rows, inside, cols, VECTOR)
 
 
 @triton.jit
-def _write(
-    side,
-    places,
-    token,
-    head,
-    PAGE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _write(side, tensors, numbers, token, head, VECTOR: tl.constexpr, OPTIONS: tl.constexpr):
     """Write tokens of one head into their slots; slots below 0 or past the end are skipped.
 
     Tokens are loaded without waiting for the slots, so skipped ones are loaded, too.
     """
-    ROW_BYTES: tl.constexpr = TILE.ROW_BYTES
-    new, cache = side.new, side.cache
-    exists = token < places.tokens  # [BLOCK_T]
+    exists = token < numbers.tokens  # [BLOCK_T]
     token = token.to(tl.int64)
-    cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
-    rows = token * new.stride_token + head * new.stride_head
-    values = tl.load(
-        tl.multiple_of(new.ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
-        mask=exists[:, None] & (cols < COLUMNS.HEAD_DIM)[None, :],
-        other=0.0,
-    )  # [BLOCK_T, BLOCK_D]
-    slot_at = places.slot_mapping_ptr + token * places.stride_slot
+    values = load(side.new, token, exists, head, VECTOR, OPTIONS)  # [BLOCK_T, BLOCK_D]
+    slot_at = tensors.slot_mapping_ptr + token * numbers.slot_mapping
     slot = tl.load(slot_at, mask=exists, other=-1).to(tl.int64)  # [BLOCK_T]
-    inside = (slot >= 0) & (slot < places.slots)
+    inside = (slot >= 0) & (slot < numbers.slots)
     slot = tl.where(inside, slot, 0)
-    if places.slots.dtype == tl.int32:
+    if numbers.slots.dtype == tl.int32:
         slot = slot.to(tl.uint32)
-    page = (slot // PAGE).to(tl.int64)
-    in_page = (slot % PAGE).to(tl.int64)
-    rows = page * cache.stride_page + in_page * cache.stride_slot + head * side.stride_head
-    if TILE.INT_MAX > 0:
-        scales = side.scales
-        at = page * scales.stride_page + in_page * scales.stride_slot
-        at += head * side.stride_head_scales
-        store_codes(values, cache, scales, rows, at, inside, LAYOUT, COLUMNS, TILE.INT_MAX)
-    else:
-        values = _stored(values, side, head, TILE)
-        store_rows(values, cache, rows, inside, cols, LAYOUT, COLUMNS.HEAD_DIM)
+    page = (slot // OPTIONS.PAGE).to(tl.int64)
+    in_page = (slot % OPTIONS.PAGE).to(tl.int64)
+    store(values, side, head, page, in_page, inside, VECTOR, OPTIONS)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=WritePointers._fields)
-def reshape_and_cache_kernel(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    k_scale_cache_ptr,
-    v_scale_cache_ptr,
-    tokens,
-    slots,
-    stride_slot,
-    stride_ks,
-    stride_kh,
-    stride_vs,
-    stride_vh,
-    stride_kcp,
-    stride_kcs,
-    stride_kch,
-    stride_kcx,
-    stride_kcd,
-    stride_vcp,
-    stride_vcs,
-    stride_vch,
-    stride_vcx,
-    stride_vcd,
-    stride_skp,
-    stride_sks,
-    stride_skh,
-    stride_svp,
-    stride_svs,
-    stride_svh,
-    PAGE: tl.constexpr,
-    K_RUN: tl.constexpr,
-    K_UNIT: tl.constexpr,
-    K_BYTES: tl.constexpr,
-    V_UNIT: tl.constexpr,
-    V_BYTES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_PER_HEAD: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    INT_MAX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+@entry(triton.jit)
+def reshape_and_cache_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr):
     """``k_cache[slot // PAGE, slot % PAGE] = k / k_scale`` with ``slot = slot_mapping[token]``.
 
     A program writes the keys or the values of a block of tokens of one head. With ``INT_MAX``,
     ``k_scale`` is ``max(abs(k)) / INT_MAX`` of each row, and is written to the scale cache.
     """
-    TILE: tl.constexpr = WriteTile(
-        HEADS,
-        HEAD_DIM,
-        HEAD_DIM_V,
-        ROW_BYTES,
-        SCALE_PER_HEAD,
-        FP8_MAX,
-        INT_MAX,
-        BLOCK_T,
-        BLOCK_D,
-        BLOCK_DV,
-        OVERLAP,
+    HEADS: tl.constexpr = OPTIONS.HEADS
+    BLOCK_T: tl.constexpr = OPTIONS.BLOCK_T
+    keys = Side(
+        New(tensors.k_ptr, numbers.k),
+        tensors.k_cache_ptr,
+        numbers.k_cache,
+        tensors.k_scale_ptr,
+        tensors.k_scale_cache_ptr,
+        numbers.k_scales,
     )
-    K_LAYOUT: tl.constexpr = VectorLayout(K_RUN, K_UNIT, K_BYTES, 0)
-    V_RUN: tl.constexpr = HEAD_DIM_V // 2 if INT_MAX == 7 else HEAD_DIM_V
-    V_LAYOUT: tl.constexpr = VectorLayout(V_RUN, V_UNIT, V_BYTES, 0)
-    places = Slots(slot_mapping_ptr, stride_slot, tokens, slots)
-    k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, stride_kcx, stride_kcd)
-    v_cache = Vectors(v_cache_ptr, stride_vcp, stride_vcs, stride_vcx, stride_vcd)
-    k_scales = Vectors(k_scale_cache_ptr, stride_skp, stride_sks, None, None)
-    v_scales = Vectors(v_scale_cache_ptr, stride_svp, stride_svs, None, None)
-    new_k, new_v = Packed(k_ptr, stride_ks, stride_kh), Packed(v_ptr, stride_vs, stride_vh)
-    keys = Side(new_k, k_cache, stride_kch, k_scale_ptr, k_scales, stride_skh)
-    values = Side(new_v, v_cache, stride_vch, v_scale_ptr, v_scales, stride_svh)
+    values = Side(
+        New(tensors.v_ptr, numbers.v),
+        tensors.v_cache_ptr,
+        numbers.v_cache,
+        tensors.v_scale_ptr,
+        tensors.v_scale_cache_ptr,
+        numbers.v_scales,
+    )
     pid = tl.program_id(0)
     head = (pid // 2 % HEADS).to(tl.int64)
     token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    if OVERLAP:
+    if OPTIONS.OVERLAP:
         # the next kernel may start; each waits until the previous one has stored everything
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if pid % 2 == 0:
-        KEY: tl.constexpr = Columns(HEAD_DIM, BLOCK_D)
-        _write(keys, places, token, head, PAGE, K_LAYOUT, KEY, TILE)
+        KEY: tl.constexpr = OPTIONS.KEY
+        _write(keys, tensors, numbers, token, head, KEY, OPTIONS)
     else:
-        VALUE: tl.constexpr = Columns(HEAD_DIM_V, BLOCK_DV)
-        _write(values, places, token, head, PAGE, V_LAYOUT, VALUE, TILE)
+        VALUE: tl.constexpr = OPTIONS.VALUE
+        _write(values, tensors, numbers, token, head, VALUE, OPTIONS)

@@ -12,23 +12,17 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ..._cache.kernels.addressing import CacheForm, row_strides
+from ..._cache.kernels.addressing import CacheForm, row_strides, strides_of
+from ..._cache.kernels.arguments import AngleStrides, Options, SlotStrides, TableStrides
 from ..._cache.layout import INT_MAX
+from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from ..._paged.call import AppendOptions, AppendTensors, Plan, RowOptions, RowTensors, Tensors
 from ..._paged.invariant import InvariantAttention
 from ..._paged.launch import AttentionPlan
-from ..._paged.portable.parameters import (
-    AppendCounts,
-    AppendStrides,
-    AppendTile,
-    PageCounts,
-    PagePointers,
-    PageTile,
-)
-from ..._paged.tiles import padded_head_dim
 from ..checks import room
 from .append import append_kernel, pages_kernel
+from .arguments import Numbers, PageNumbers, PageTensors
 
 # tokens of one head that a program appends
 BLOCK_T = 16
@@ -74,64 +68,47 @@ class AppendPlan:
 
     def __init__(self, x: AppendTensors, options: AppendOptions) -> None:
         """Prepare appends like ``x``, whose new tokens are aligned (see ``aligned``)."""
-        heads_q, head_dim = x.q.shape[1:]
-        heads_k = x.k.shape[1]
+        heads_q, heads_k = x.q.shape[1], x.k.shape[1]
         cache = CacheForm(x.k_cache, x.v_cache)
         batch = len(x.cache_seqlens)
         seqlen_new, seqlen_q = (len(t) // max(1, batch) for t in (x.k, x.q))
-        rotary_dim = 0 if x.rotary_cos is None else 2 * x.rotary_cos.shape[1]
-        counts = AppendCounts(
-            batch,
-            seqlen_new,
-            seqlen_q,
-            cache.page,
-            room(x),
-            x.k_cache.shape[0],
-            len(x.rotary_cos) if x.rotary_cos is not None else 0,
+        numbers = Numbers(
+            batch=batch,
+            seqlen_new=seqlen_new,
+            seqlen_q=seqlen_q,
+            page=cache.page,
+            room=room(x),
+            pages=x.k_cache.shape[0],
+            seqlen_ro=0 if x.rotary_cos is None else len(x.rotary_cos),
+            q=row_strides(x.q),
+            k=row_strides(x.k),
+            v=row_strides(x.v),
+            k_cache=cache.k,
+            v_cache=cache.v,
+            table=strides_of(TableStrides, x.block_table),
+            cos=strides_of(AngleStrides, x.rotary_cos),
+            sin=strides_of(AngleStrides, x.rotary_sin),
+            k_scales=strides_of(SlotStrides, x.k_scale_cache),
+            v_scales=strides_of(SlotStrides, x.v_scale_cache),
         )
-        k, v = cache.k, cache.v
-        tables = x.block_table, x.rotary_cos, x.rotary_sin
-        of_tables = [n for t in tables for n in ((0, 0) if t is None else t.stride())]
-        scales = x.k_scale_cache, x.v_scale_cache
-        of_scales = [n for t in scales for n in ((0, 0, 0) if t is None else t.stride())]
-        strides = AppendStrides(
-            *row_strides(x.q),
-            *row_strides(x.k),
-            *row_strides(x.v),
-            k.page,
-            k.slot,
-            k.head,
-            k.inner,
-            v.page,
-            v.slot,
-            v.head,
-            v.inner,
-            *of_tables,
-            *of_scales,
-        )
-        self._numbers = *counts, *strides
-        tile = AppendTile(
-            HEADS_Q=heads_q,
-            HEADS_K=heads_k,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_V=x.v.shape[2],
-            ROTARY_DIM=rotary_dim,
-            INTERLEAVED=options.interleaved,
-            MOVING=options.moving,
+        self._numbers = flat(numbers)
+        key, value = cache.vectors(x.k, x.v)
+        asked = Options(
+            KEY=key,
+            VALUE=value,
+            HEADS=heads_k,
             ROW_BYTES=min(map(row_bytes, (x.q, x.k, x.v))),
-            K_UNIT=cache.layout.K_UNIT,
-            K_BYTES=cache.layout.K_BYTES,
-            V_UNIT=cache.layout.V_UNIT,
-            V_BYTES=cache.layout.V_BYTES,
             INT_MAX=0 if x.k_scale_cache is None else INT_MAX[x.k_cache.dtype],
             BLOCK_T=BLOCK_T,
-            BLOCK_D=padded_head_dim(head_dim),
-            BLOCK_DV=padded_head_dim(x.v.shape[2]),
+            HEADS_Q=heads_q,
+            ROTARY_DIM=0 if x.rotary_cos is None else 2 * x.rotary_cos.shape[1],
+            INTERLEAVED=options.interleaved,
+            MOVING=options.moving,
         )
         self._grid = cdiv(len(x.k), BLOCK_T) * 2 * heads_k
-        if rotary_dim:
+        if asked.ROTARY_DIM:
             self._grid += cdiv(len(x.q), BLOCK_T) * heads_q
-        constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
+        constants = {"OPTIONS": asked, "num_warps": 4, "num_stages": 1}
         self._append = Launch(append_kernel, constants)
 
     def run(self, x: AppendTensors) -> None:
@@ -139,7 +116,7 @@ class AppendPlan:
         x = x._replace(
             cache_seqlens=x.cache_seqlens.contiguous(), cache_batch_idx=dense(x.cache_batch_idx)
         )
-        # AppendTensors has the fields of AppendPointers
+        # AppendTensors has the fields of Tensors
         self._append(self._grid, x, self._numbers)
 
 
@@ -164,13 +141,10 @@ class RowPlan:
         self._seqlen_q = len(x.q) // max(1, self._batch)
         self._has_table = x.block_table is not None
         self._room = room(x)
-        self._new = options.new
-        self._fill = Launch(
-            pages_kernel, {**PageTile(ENTRIES)._asdict(), "num_warps": 4, "num_stages": 1}
-        )
+        self._fill = Launch(pages_kernel, {"BLOCK": ENTRIES, "num_warps": 4, "num_stages": 1})
         pages = None if self._has_table else pages_of_rows(x)
         self._views = None
-        counts = PageCounts(self._seqlen_q, self._new, 0, 0, 0)
+        counts = PageNumbers(seqlen_q=self._seqlen_q, new=options.new)
         if pages is not None:
             counts = counts._replace(row_pages=pages.row_pages, step=pages.step, pages=pages.pages)
             self._views = [
@@ -212,7 +186,7 @@ class RowPlan:
         if len(x.q) == 0:
             return
         y = self._tensors(x)
-        pointers = PagePointers(
+        pointers = PageTensors(
             x.cache_seqlens.contiguous(),
             dense(x.cache_batch_idx),
             dense(x.cache_leftpad),

@@ -5,11 +5,16 @@ keys into registers, one tile ahead, widens them to 16 bits, which is exact, and
 shared memory. Pages may have any size.
 """
 
+from __future__ import annotations
+
 from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
 from ..._linked.hopper.pipeline import EMPTY, barrier_sync
+from ..._linked.launch.entries import entry
+from ..portable.arguments import Tensors
+from .arguments import Numbers
 from .kernel import REST, clear, follow, lead, pipeline_of
 from .producer import HALF, leave, work_of
-from .structures import Cache, Counts, Results, Rows, Tile, WideArguments, WideStrides
+from .structures import Cache, Results, Rows
 
 
 @gluon.jit
@@ -21,13 +26,13 @@ def _keys_of(tile, last, cache, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TIL
     key = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(1, layout))  # [BLOCK_N]
     cols = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))  # [COLUMNS]
     if TILE.PAGE % TILE.BLOCK_N == 0:
-        entry = cache.entries + (first // TILE.PAGE).to(gl.int64) * cache.stride_page
-        page = gl.load(entry, mask=first < last, other=0).to(gl.int32)
+        page_at = cache.entries + (first // TILE.PAGE).to(gl.int64) * cache.entry
+        page = gl.load(page_at, mask=first < last, other=0).to(gl.int32)
     else:
-        entry = cache.entries + (key // TILE.PAGE).to(gl.int64) * cache.stride_page
-        page = gl.load(entry, mask=key < last, other=0).to(gl.int32)
+        page_at = cache.entries + (key // TILE.PAGE).to(gl.int64) * cache.entry
+        page = gl.load(page_at, mask=key < last, other=0).to(gl.int32)
     row = page * cache.page_rows + key % TILE.PAGE
-    at = gl.multiple_of(cache.ptr + (row.to(gl.int64) * cache.stride)[:, None], [16, 16])
+    at = gl.multiple_of(cache.ptr + (row.to(gl.int64) * cache.row)[:, None], [16, 16])
     return gl.load(at + cols[None, :], mask=(key < last)[:, None], other=0.0)
 
 
@@ -60,76 +65,42 @@ def _widen(work, cache, pipeline, TILE: gl.constexpr):
     leave(steps, 4, TILE)
 
 
-# no specialisation on values or alignment: see ``runtime.py``
-NUMBERS = Counts._fields + WideStrides._fields
-POINTERS = tuple(name for name in WideArguments._fields if not name.startswith("part_"))
-
-
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def mla_fp8_kernel(
-    q_ptr,
-    kv_cache_ptr,
-    block_table_ptr,
-    cu_seqlens_q_ptr,
-    seqlens_k_ptr,
-    q_descale_ptr,
-    kv_descale_ptr,
-    out_ptr,
-    lse_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    scale,
-    batch,
-    tokens,
-    splits,
-    stride_qs,
-    stride_qh,
-    stride_os,
-    stride_oh,
-    page_rows,
-    stride_kvs,
-    stride_table_b,
-    stride_table_p,
-    CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILES: gl.constexpr,
-    PAGE: gl.constexpr,
-    PIECE: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTIES: gl.constexpr,
-    FOLD: gl.constexpr,
-):
+@entry(gluon.jit)
+def mla_fp8_kernel(tensors: Tensors, numbers: Numbers, TILE: gl.constexpr):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
     ``k``, of 576 columns, is in the pages of an FP8 cache.
     """
-    TILE: gl.constexpr = Tile(
-        CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES, PARTIES, FOLD
-    )
-    Q: gl.constexpr = q_ptr.dtype.element_ty
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES
+    Q: gl.constexpr = tensors.q_ptr.dtype.element_ty
     # bf16 holds all numbers of 8 bits
     dtype: gl.constexpr = Q if Q.primitive_bitwidth > 8 else gl.bfloat16
-    value_scale = 1.0
-    if kv_descale_ptr is not None:
-        value_scale = gl.load(kv_descale_ptr)
+    scale, value_scale = numbers.scale, 1.0
+    if tensors.kv_descale_ptr is not None:
+        value_scale = gl.load(tensors.kv_descale_ptr)
         scale *= value_scale
-    if q_descale_ptr is not None:
-        scale *= gl.load(q_descale_ptr)
-    out = Rows(out_ptr, stride_os, stride_oh)
-    results = Results(out, lse_ptr, part_out_ptr, part_lse_ptr, tokens, value_scale)
-    clear(cu_seqlens_q_ptr, batch, results, GROUP)
-    counts = Counts(scale, batch, tokens, splits)
-    work = work_of(gl.program_id(0), cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE)
+    if tensors.q_descale_ptr is not None:
+        scale *= gl.load(tensors.q_descale_ptr)
+    clear(tensors, numbers, TILE)
+    results = Results(
+        Rows(tensors.out_ptr, numbers.out),
+        tensors.lse_ptr,
+        tensors.part_out_ptr,
+        tensors.part_lse_ptr,
+        numbers.tokens,
+        value_scale,
+    )
+    work = work_of(gl.program_id(0), tensors, numbers, TILE)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, REST], dtype)
     k_s = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_N, HALF], wide)
     k_rest_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], narrow)
     pipeline = pipeline_of(k_s, k_rest_s, TILE)
-    queries = Rows(q_ptr, stride_qs, stride_qh)
-    entries = block_table_ptr + work.sequence.to(gl.int64) * stride_table_b
-    cache = Cache(kv_cache_ptr, page_rows, stride_kvs, entries, stride_table_p)
+    queries = Rows(tensors.q_ptr, numbers.q)
+    table = numbers.table
+    entries = tensors.block_table_ptr + work.sequence.to(gl.int64) * table.sequence
+    cache = Cache(tensors.kv_cache_ptr, numbers.page_rows, numbers.row, entries, table.page)
     gl.warp_specialize(
         [
             (lead, (work, queries, scale, pipeline, results, TILE)),

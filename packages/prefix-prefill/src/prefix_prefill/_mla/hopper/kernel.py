@@ -6,6 +6,8 @@ warpgroups accumulates 256. The first also computes scores and softmax, and pass
 factors to the second through shared memory. The values are the first 512 columns of the keys.
 """
 
+from __future__ import annotations
+
 from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
 from ..._linked.hopper.pipeline import (
     EMPTY,
@@ -19,19 +21,11 @@ from ..._linked.hopper.pipeline import (
 )
 from ..._linked.hopper.ptx import hide_unless
 from ..._linked.hopper.softmax import row_sums
-from ..._paged.hopper.structures import Table
+from ..._linked.launch.entries import entry
+from ..portable.arguments import Tensors
+from .arguments import Maps, Numbers
 from .producer import HALF, produce, work_of
-from .structures import (
-    Arguments,
-    Counts,
-    Inputs,
-    Pipeline,
-    Results,
-    Rows,
-    Softmax,
-    Strides,
-    Tile,
-)
+from .structures import Inputs, Pipeline, Results, Rows, Softmax
 
 # rotary columns of the keys, which are no values
 REST = gl.constexpr(64)
@@ -41,20 +35,20 @@ USED = gl.constexpr(TURN.value + 1)
 
 
 @gluon.jit
-def clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
+def clear(tensors, numbers, TILE: gl.constexpr):
     """Write out 0 and lse -inf for tokens outside every sequence; programs share them."""
-    begin = gl.load(cu_seqlens_q_ptr)
-    end = gl.load(cu_seqlens_q_ptr + batch)
-    tokens, out = results.tokens, results.out
+    begin = gl.load(tensors.cu_seqlens_q_ptr)
+    end = gl.load(tensors.cu_seqlens_q_ptr + numbers.batch)
+    tokens, out = numbers.tokens, numbers.out
     padding = begin + tokens - end
     cols = gl.arange(0, 2 * HALF, gl.BlockedLayout([4], [32], [4], [0]))  # [2 * HALF]
     for i in range(gl.program_id(0), padding, gl.num_programs(0)):
         token = gl.where(i < begin, i, end + i - begin).to(gl.int64)
-        for head in range(GROUP):
-            at = out.ptr + token * out.stride_token + head * out.stride_head
-            gl.store(at + cols, (cols * 0).to(out.ptr.dtype.element_ty))
-            if results.lse_ptr is not None:
-                gl.store(results.lse_ptr + head * tokens + token, NEG_INF)
+        for head in range(TILE.GROUP):
+            at = tensors.out_ptr + token * out.token + head * out.head
+            gl.store(at + cols, (cols * 0).to(tensors.out_ptr.dtype.element_ty))
+            if tensors.lse_ptr is not None:
+                gl.store(tensors.lse_ptr + head * tokens + token, NEG_INF)
 
 
 @gluon.jit
@@ -65,7 +59,7 @@ def queries_of(work, queries, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TILE:
     row = work.row + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, layout))  # [ROWS]
     cols = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))  # [COLUMNS]
     token = (work.q_start + row // TILE.GROUP).to(gl.int64)
-    begin = token * queries.stride_token + (row % TILE.GROUP) * queries.stride_head
+    begin = token * queries.strides.token + (row % TILE.GROUP) * queries.strides.head
     at = gl.multiple_of(queries.ptr + begin[:, None], [16, 16]) + cols[None, :]
     return gl.load(at, mask=(row < work.len_q * TILE.GROUP)[:, None], other=0.0)
 
@@ -86,12 +80,13 @@ def _load_queries(work, queries, pipeline, TILE: gl.constexpr):
 @gluon.jit
 def _scores(step, pipeline, TILE: gl.constexpr):
     """Return the products of queries and a tile of keys, ``[ROWS, BLOCK_N]``."""
+    ROWS: gl.constexpr = TILE.ROWS
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     STAGES: gl.constexpr = TILE.STAGES
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     stage = step % STAGES
     parity = step // STAGES & 1
-    s = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     k = pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF])
     mbarrier.wait(pipeline.low_full.index(stage), parity)
     q = pipeline.q_s.index(0)
@@ -129,7 +124,7 @@ def _store(o, factors, work, results, COLUMN: gl.constexpr, TILE: gl.constexpr):
     else:
         out = results.out
         token = (work.q_start + row // TILE.GROUP).to(gl.int64)
-        begin = token * out.stride_token + (row % TILE.GROUP) * out.stride_head
+        begin = token * out.strides.token + (row % TILE.GROUP) * out.strides.head
         at = gl.multiple_of(out.ptr + begin[:, None], [16, 16]) + cols[None, :]
         gl.store(at, o.to(out.ptr.dtype.element_ty), mask=inside)
 
@@ -206,10 +201,11 @@ def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
 @gluon.jit
 def follow(work, pipeline, results, TILE: gl.constexpr):
     """Compute the second half of the output from the probabilities of the first warpgroup."""
+    ROWS: gl.constexpr = TILE.ROWS
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     STAGES: gl.constexpr = TILE.STAGES
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    o = gl.zeros([TILE.ROWS, HALF], gl.float32, O)
+    o = gl.zeros([ROWS, HALF], gl.float32, O)
     barrier_arrive(USED, 256, 4)
     for step in range(work.end - work.begin):
         stage = step % STAGES
@@ -243,72 +239,35 @@ def pipeline_of(k_s, k_rest_s, TILE: gl.constexpr):
     return Pipeline(q_s, q_rest_s, k_s, k_rest_s, p_s, factor_s, low_full, high_full)
 
 
-# no specialisation on values or alignment: see ``runtime.py``
-NUMBERS = Counts._fields + Strides._fields
-POINTERS = tuple(
-    name for name in Arguments._fields if name.endswith("_ptr") and not name.startswith("part_")
-)
-
-
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def mla_kernel(
-    half_desc,
-    rest_desc,
-    q_ptr,
-    block_table_ptr,
-    cu_seqlens_q_ptr,
-    seqlens_k_ptr,
-    out_ptr,
-    lse_ptr,
-    part_out_ptr,
-    part_lse_ptr,
-    scale,
-    batch,
-    tokens,
-    splits,
-    stride_qs,
-    stride_qh,
-    stride_os,
-    stride_oh,
-    page_rows,
-    stride_table_b,
-    stride_table_p,
-    CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILES: gl.constexpr,
-    PAGE: gl.constexpr,
-    PIECE: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTIES: gl.constexpr,
-    FOLD: gl.constexpr,
-):
+@entry(gluon.jit)
+def mla_kernel(maps: Maps, tensors: Tensors, numbers: Numbers, TILE: gl.constexpr):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
     ``k``, of 576 columns, is in the pages of a cache.
     """
-    TILE: gl.constexpr = Tile(
-        CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES, PARTIES, FOLD
-    )
-    dtype: gl.constexpr = half_desc.dtype
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES
+    dtype: gl.constexpr = maps.half_desc.dtype
+    clear(tensors, numbers, TILE)
     results = Results(
-        Rows(out_ptr, stride_os, stride_oh), lse_ptr, part_out_ptr, part_lse_ptr, tokens, 1.0
+        Rows(tensors.out_ptr, numbers.out),
+        tensors.lse_ptr,
+        tensors.part_out_ptr,
+        tensors.part_lse_ptr,
+        numbers.tokens,
+        1.0,
     )
-    clear(cu_seqlens_q_ptr, batch, results, GROUP)
-    counts = Counts(scale, batch, tokens, splits)
-    work = work_of(gl.program_id(0), cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE)
+    work = work_of(gl.program_id(0), tensors, numbers, TILE)
     halves: gl.constexpr = [2 * STAGES, 1, 1, 1, BLOCK_N, HALF]
     rests: gl.constexpr = [STAGES, 1, 1, 1, BLOCK_N, REST]
-    k_s = gl.allocate_shared_memory(dtype, halves, half_desc.layout)
-    k_rest_s = gl.allocate_shared_memory(dtype, rests, rest_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, halves, maps.half_desc.layout)
+    k_rest_s = gl.allocate_shared_memory(dtype, rests, maps.rest_desc.layout)
     pipeline = pipeline_of(k_s, k_rest_s, TILE)
-    queries = Rows(q_ptr, stride_qs, stride_qh)
-    table = Table(block_table_ptr, stride_table_b, stride_table_p)
-    inputs = Inputs(half_desc, rest_desc, page_rows, table)
+    queries = Rows(tensors.q_ptr, numbers.q)
+    inputs = Inputs(maps, numbers.page_rows, tensors.block_table_ptr, numbers.table)
     gl.warp_specialize(
         [
-            (lead, (work, queries, scale, pipeline, results, TILE)),
+            (lead, (work, queries, numbers.scale, pipeline, results, TILE)),
             (follow, (work, pipeline, results, TILE)),
             (produce, (work, inputs, pipeline, TILE)),
         ],

@@ -6,15 +6,18 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._cache.kernels.addressing import row_strides
+from ..._cache.kernels.arguments import TableStrides
 from ..._linked.hopper.tma import MapForm, MapLaunch
-from ..._linked.launch.runtime import Launch
+from ..._linked.host.forms import Memory
+from ..._linked.launch.entries import flat
+from ..._linked.launch.runtime import MAX_COUNTS, Launch
 from ..._paged.hopper.launch import WARP, WARPGROUP, as_rows
 from ..._paged.tiles import copied_keys, rows_of_page
 from ..call import MlaOptions, MlaTensors
 from ..tiles import HOPPER_TILE
+from .arguments import Numbers, Tile
 from .fp8 import mla_fp8_kernel
 from .kernel import HALF, REST, mla_kernel
-from .structures import Arguments, Strides, Tile, WideStrides
 
 
 class HopperLaunch:
@@ -23,17 +26,24 @@ class HopperLaunch:
     def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
         """Prepare calls like ``x`` for one schedule."""
         self.rows, self.block_n = HOPPER_TILE.rows, HOPPER_TILE.block_n
-        self._scale, self._batch = options.softmax_scale, x.seqlens_k.shape[0]
         heads, page = x.q.shape[1], x.kv_cache.shape[1]
         cache = x.kv_cache[:, :, None]
         self._is_fp8 = cache.element_size() == 1
         piece = copied_keys(page, -1, self.block_n)
-        strides = *row_strides(x.q), *row_strides(x.out), rows_of_page(cache)
-        self._strides: Strides | WideStrides
-        if self._is_fp8:
-            self._strides = WideStrides(*strides, cache.stride(1), *x.block_table.stride())
-        else:
-            self._strides = Strides(*strides, *x.block_table.stride())
+        self._form = Numbers(
+            scale=options.softmax_scale,
+            batch=x.seqlens_k.shape[0],
+            tokens=0,
+            splits=0,
+            q=row_strides(x.q),
+            out=row_strides(x.out),
+            page_rows=rows_of_page(cache),
+            row=cache.stride(1),
+            table=TableStrides(*x.block_table.stride()),
+        )
+        # by token count and splits
+        self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
+        if not self._is_fp8:
             rows = as_rows(cache)
             self._halves = MapForm(rows, piece, HALF.value, ragged=True)
             self._rests = MapForm(rows, piece, REST.value, ragged=True)
@@ -51,7 +61,7 @@ class HopperLaunch:
             # descales may be negative
             FOLD=not self._is_fp8,
         )
-        constants = {**tile._asdict(), "num_warps": 4, "maxnreg": HOPPER_TILE.registers}
+        constants = {"TILE": tile, "num_warps": 4, "maxnreg": HOPPER_TILE.registers}
 
         def launch() -> Launch:
             if self._is_fp8:
@@ -65,21 +75,14 @@ class HopperLaunch:
     ) -> None:
         """Launch ``grid`` programs; ``parts`` are the partial results of splits, or None."""
         launch = self._whole if parts[0] is None else self._split
-        # the fields of Counts, and of Strides or WideStrides
-        numbers = (self._scale, self._batch, x.q.shape[0], splits, *self._strides)
+        counts = x.q.shape[0], splits
+        numbers = self._numbers.get(counts) or self._count(*counts)
         if self._is_fp8:
-            # the fields of WideArguments
             launch(grid, (*x, *parts), numbers)
-            return
-        arguments = Arguments(
-            self._halves(x.kv_cache),
-            self._rests(x.kv_cache),
-            x.q,
-            x.block_table,
-            x.cu_seqlens_q,
-            x.seqlens_k,
-            x.out,
-            x.lse,
-            *parts,
-        )
-        launch(grid, arguments, numbers)
+        else:
+            maps = self._halves(x.kv_cache), self._rests(x.kv_cache)
+            launch(grid, (*maps, *x, *parts), numbers)
+
+    def _count(self, tokens: int, splits: int) -> tuple[float, ...]:
+        numbers = flat(self._form._replace(tokens=tokens, splits=splits))
+        return self._numbers.keep((tokens, splits), numbers)

@@ -24,11 +24,11 @@ def _find_sequence(cu_seqlens_q_ptr, slot, batch, TILE: gl.constexpr):
 
 
 @gluon.jit
-def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr):
+def work_of(program, tensors, numbers, TILE: gl.constexpr):
     """Return a program's ``Work`` (see ``locate``); all warps call it before barriers are made."""
     GROUP: gl.constexpr = TILE.GROUP
     ROWS: gl.constexpr = TILE.ROWS
-    batch, splits = counts.batch, counts.splits
+    cu_seqlens_q_ptr, batch, splits = tensors.cu_seqlens_q_ptr, numbers.batch, numbers.splits
     split, unit = program % splits, program // splits
     if TILE.TILES > 0:
         sequence = unit // TILE.TILES
@@ -37,7 +37,7 @@ def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr
     is_real = (sequence >= 0) & (sequence < batch)
     q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=is_real, other=0)
     q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
-    len_k = gl.load(seqlens_k_ptr + sequence, mask=is_real, other=0)
+    len_k = gl.load(tensors.seqlens_k_ptr + sequence, mask=is_real, other=0)
     len_q = q_end - q_start
     tiles = gl.cdiv(len_q * GROUP, ROWS)
     if TILE.TILES > 0:
@@ -66,10 +66,11 @@ def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr
 @gluon.jit
 def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
     """Return the first row of each piece of a tile in the cache's tensor map."""
+    PIECES: gl.constexpr = TILE.BLOCK_N // TILE.PIECE
     rows = ()
-    for i in gl.static_range(TILE.BLOCK_N // TILE.PIECE):
+    for i in gl.static_range(PIECES):
         key = tile * TILE.BLOCK_N + i * TILE.PIECE
-        entry = entries + (key // TILE.PAGE).to(gl.int64) * inputs.table.stride_page
+        entry = entries + (key // TILE.PAGE).to(gl.int64) * inputs.table.page
         page = gl.load(entry, mask=key < last, other=0).to(gl.int32)
         rows += (page * inputs.page_rows + key % TILE.PAGE,)
     return rows
@@ -79,7 +80,8 @@ def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
 def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TILE: gl.constexpr):
     """Copy columns of a tile, whose pieces begin at ``rows``; keys from ``last`` on are zeros."""
     PIECE: gl.constexpr = TILE.PIECE
-    for i in gl.static_range(TILE.BLOCK_N // PIECE):
+    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    for i in gl.static_range(PIECES):
         size = gl.maximum(gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE), 0)
         x, y, head, start, _ = coordinates(0, 0, rows[i], size, 0, True)
         where = (x, y, head, start, COLUMN)
@@ -89,9 +91,10 @@ def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TI
 @gluon.jit
 def leave(steps, WARPS: gl.constexpr, TILE: gl.constexpr):
     """Wait until all stages are free, so that no arrival is left at a barrier."""
-    for back in gl.static_range(TILE.STAGES):
+    STAGES: gl.constexpr = TILE.STAGES
+    for back in gl.static_range(STAGES):
         if steps > back:
-            stage = (steps - 1 - back) % TILE.STAGES
+            stage = (steps - 1 - back) % STAGES
             barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, WARPS)
             barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, WARPS)
 
@@ -101,8 +104,8 @@ def produce(work, inputs, pipeline, TILE: gl.constexpr):
     """Copy tiles of keys into shared memory from the last to the first, half by half."""
     STAGES: gl.constexpr = TILE.STAGES
     PIECES: gl.constexpr = TILE.BLOCK_N // TILE.PIECE
-    half, rest, table = inputs.half_desc, inputs.rest_desc, inputs.table
-    entries = table.ptr + work.sequence.to(gl.int64) * table.stride_sequence
+    half, rest = inputs.maps.half_desc, inputs.maps.rest_desc
+    entries = inputs.table_ptr + work.sequence.to(gl.int64) * inputs.table.sequence
     last = work.last
     steps = work.end - work.begin
     for step in range(steps):

@@ -7,26 +7,15 @@ products of the other warpgroups (ping-pong), and with its own product of the pr
 probabilities and values.
 """
 
+from __future__ import annotations
+
 from ..._linked.hopper.compat import gl, gluon, hopper
 from ..._linked.hopper.pipeline import FIELDS, SLOTS, barriers
+from ..._linked.launch.entries import entry
+from .arguments import Numbers, Tensors
 from .consumer import consume
 from .producer import produce
-from .structures import (
-    Arguments,
-    CacheMap,
-    Counts,
-    Inputs,
-    Options,
-    Pipeline,
-    Results,
-    Rows,
-    Scores,
-    Sequences,
-    Strides,
-    Table,
-    Tickets,
-    Tile,
-)
+from .structures import CacheMap, Inputs, Pipeline, Results, Rows, Sequences, Table, Tickets
 
 
 @gluon.jit
@@ -53,114 +42,49 @@ def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     )
 
 
-# no specialisation on values or alignment: see ``runtime.py``
-NUMBERS = Scores._fields + Counts._fields + Strides._fields
-POINTERS = tuple(name for name in Arguments._fields if name.endswith("_ptr"))
-
-
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+@entry(gluon.jit)
 def prefill_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    new_k_desc,
-    new_v_desc,
-    out_desc,
-    out_ptr,
-    lse_ptr,
-    ticket_ptr,
-    block_table_ptr,
-    cu_seqlens_q_ptr,
-    seqlens_k_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    batch,
-    packs,
-    tokens,
-    total,
-    page_rows_k,
-    page_rows_v,
-    stride_os,
-    stride_oh,
-    stride_table_b,
-    stride_table_p,
-    stride_alibi_b,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_NEW: gl.constexpr,
-    DESCALE_NDIM: gl.constexpr,
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,
-    PAGE: gl.constexpr,
-    PIECE: gl.constexpr,
-    NEW_PIECE: gl.constexpr,
-    MIN_TOKENS: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    SHARE: gl.constexpr,
-    WARPS: gl.constexpr,
-    WIDENERS: gl.constexpr,
-    PARTIES: gl.constexpr,
+    tensors: Tensors,
+    numbers: Numbers,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
 
     Keys and values of the queries' tokens may be separate tensors. A persistent kernel: one warp
     produces, two or three warpgroups consume.
     """
-    OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_NEW, DESCALE_NDIM)
-    TILE: gl.constexpr = Tile(
-        GROUP,
-        PACK,
-        PAGE,
-        PIECE,
-        NEW_PIECE,
-        MIN_TOKENS,
-        ROWS,
-        BLOCK_N,
-        HEAD_DIM,
-        WIDTH,
-        STAGES_K,
-        STAGES_V,
-        BUFFERS_Q,
-        WARPGROUPS,
-        SHARE,
-        WARPS,
-        WIDENERS,
-        PARTIES,
-    )
-    dtype: gl.constexpr = q_desc.dtype
-    k_s = gl.allocate_shared_memory(dtype, [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    pipeline = pipeline_of(q_desc, k_s, v_s, out_desc, TILE)
-    scores = Scores(scale, softcap, window_left, window_right)
-    out = Rows(out_ptr, stride_os, stride_oh)
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    dtype: gl.constexpr = tensors.q_desc.dtype
+    box: gl.constexpr = [1, 1, 1, TILE.BLOCK_N, TILE.HEAD_DIM]
+    k_s = gl.allocate_shared_memory(dtype, [TILE.STAGES_K] + box, tensors.k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [TILE.STAGES_V] + box, tensors.v_desc.layout)
+    out_desc = tensors.out_desc
+    pipeline = pipeline_of(tensors.q_desc, k_s, v_s, out_desc, TILE)
     results = Results(
-        out, lse_ptr, alibi_slopes_ptr, sinks_ptr, None, None, scores, tokens, stride_alibi_b
+        Rows(tensors.out_ptr, numbers.out),
+        tensors.lse_ptr,
+        tensors.alibi_slopes_ptr,
+        tensors.sinks_ptr,
+        None,
+        None,
+        numbers.scores,
+        numbers.tokens,
+        numbers.slopes,
     )
     inputs = Inputs(
-        q_desc,
-        CacheMap(k_desc, page_rows_k),
-        CacheMap(v_desc, page_rows_v),
-        new_k_desc,
-        new_v_desc,
-        Table(block_table_ptr, stride_table_b, stride_table_p),
-        Sequences(cu_seqlens_q_ptr, seqlens_k_ptr, batch),
-        Tickets(ticket_ptr, packs, total),
-        scores,
+        tensors.q_desc,
+        CacheMap(tensors.k_desc, numbers.page_rows_k),
+        CacheMap(tensors.v_desc, numbers.page_rows_v),
+        tensors.new_k_desc,
+        tensors.new_v_desc,
+        Table(tensors.block_table_ptr, numbers.table.sequence, numbers.table.page),
+        Sequences(tensors.cu_seqlens_q_ptr, tensors.seqlens_k_ptr, numbers.batch),
+        Tickets(tensors.ticket_ptr, numbers.packs, numbers.total),
+        numbers.scores,
     )
     # with a window, the producer has fewer: see EARLY in ``_copy_tile``
-    REGISTERS: gl.constexpr = [240, 24] if HAS_LEFT else [232, 40]
+    REGISTERS: gl.constexpr = [240, 24] if OPTIONS.HAS_LEFT else [232, 40]
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, out_desc, pipeline, results, OPTIONS, TILE)),

@@ -193,7 +193,7 @@ def _attend(
     softmax = _attend_first(turn, tiles, queries, factors, pipeline, scores, W, OPTIONS, TILE)
     m, l, p, o = softmax.m, softmax.l, softmax.p, softmax.o
     unit, top = softmax.unit, softmax.top
-    zeros = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
+    zeros = gl.full([TILE.ROWS, BLOCK_N], 0.0, gl.float32, S)
     q = _tile_of(queries.buffer, pipeline, TILE)
     turn += 1
 
@@ -278,8 +278,8 @@ def _store_rows(o, work, row, out, TILE: gl.constexpr):
     index = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, O))  # [ROWS]
     cols = gl.arange(0, TILE.HEAD_DIM, gl.SliceLayout(0, O))  # [HEAD_DIM]
     token = row + index % TOKENS
-    begin = (work.q_start + token).to(gl.int64) * out.stride_token
-    begin += (work.head + index // TOKENS).to(gl.int64) * out.stride_head
+    begin = (work.q_start + token).to(gl.int64) * out.strides.token
+    begin += (work.head + index // TOKENS).to(gl.int64) * out.strides.head
     at = gl.multiple_of(out.ptr + begin[:, None], [16, 16]) + cols[None, :]
     mask = (token < work.len_q)[:, None]
     if TILE.WIDTH < TILE.HEAD_DIM:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._cache.kernels.addressing import descale_ndim, row_strides
+from ..._cache.kernels.arguments import TableStrides
 from ..._linked.hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ..._linked.hopper.tma import MapForm, MapLaunch, TensorMap
-from ..call import Options, Tensors
+from ..._linked.host.forms import Memory
+from ..._linked.launch.entries import flat
+from ..._linked.launch.runtime import MAX_COUNTS
+from .. import call
 from ..hopper_tiles import HopperTile, hopper_tile, is_worth_tall, takes_tall
 from ..portable.tile_launch import TilePlan, scores_of, stride_of_slopes, strides_of_scales
 from ..tiles import copied_keys, padded_head_dim, rows_of_cache, rows_of_page
-from . import structures
+from .arguments import (
+    CacheStrides,
+    Numbers,
+    Options,
+    Tensors,
+    Tile,
+    WideNumbers,
+    WideTensors,
+)
 from .attention import prefill_kernel
-from .structures import Arguments, Strides, Tile, WideArguments, WideStrides
 from .wide import prefill_wide_kernel
 
 WARP, WARPGROUP = 32, 128
@@ -22,7 +33,9 @@ WARP, WARPGROUP = 32, 128
 class HopperPlan:
     """Launcher of the long tile for the calls that ``takes_hopper`` accepts, with one signature."""
 
-    def __init__(self, x: Tensors, options: Options, portable: TilePlan, is_kept: bool) -> None:
+    def __init__(
+        self, x: call.Tensors, options: call.Options, portable: TilePlan, is_kept: bool
+    ) -> None:
         """Prepare calls like ``x``; ``portable`` runs splits, ``is_kept``: it is reused."""
         self.portable, self.least = portable, portable.least
         self._ticket = kept_ticket if is_kept else new_ticket
@@ -46,19 +59,33 @@ class HopperPlan:
         if x.k is not None and x.v is not None:
             self._new_maps = [MapForm(t, new_piece, wide, ragged=True) for t in (x.k, x.v)]
         self._is_wide = x.k_cache.element_size() == 1
-        self._scores = scores_of(options)
-        pages = rows_of_page(x.k_cache), rows_of_page(x.v_cache)
-        given = *row_strides(x.out), *x.block_table.stride(), stride_of_slopes(x)
-        self._strides: Strides | WideStrides
+        self._numbers = Numbers(
+            scores=scores_of(options),
+            batch=portable.batch,
+            packs=self._packs,
+            tokens=0,
+            total=0,
+            page_rows_k=rows_of_page(x.k_cache),
+            page_rows_v=rows_of_page(x.v_cache),
+            out=row_strides(x.out),
+            table=TableStrides(*x.block_table.stride()),
+            slopes=stride_of_slopes(x),
+        )
+        # all numbers, by the counts of a call
+        self._counted: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
+        self._wide_numbers: WideNumbers | tuple[()] = ()
         if self._is_wide:
-            lie = *x.k_cache.stride()[1:3], *x.v_cache.stride()[1:3]
-            scales = strides_of_scales(x)
-            self._strides = WideStrides(*pages, *lie, *given, *scales, portable.heads_k)
+            self._wide_numbers = WideNumbers(
+                k_cache=CacheStrides(*x.k_cache.stride()[1:3]),
+                v_cache=CacheStrides(*x.v_cache.stride()[1:3]),
+                k_scales=strides_of_scales(x.k_scale_cache),
+                v_scales=strides_of_scales(x.v_scale_cache),
+                heads_k=portable.heads_k,
+            )
         else:
             self._map_k = MapForm(as_rows(x.k_cache), piece, wide, ragged=True)
             self._map_v = MapForm(as_rows(x.v_cache), piece, wide, ragged=True)
-            self._strides = Strides(*pages, *given)
-        asked = structures.Options(
+        asked = Options(
             HAS_LEFT=left >= 0,
             HAS_RIGHT=options.window_right >= 0,
             HAS_SOFTCAP=options.softcap != 0.0,
@@ -89,16 +116,15 @@ class HopperPlan:
                 WIDENERS=wideners,
                 PARTIES=hopper.warpgroups * WARPGROUP + warps * WARP,
             )
-            constants = {**asked._asdict(), **tile._asdict()}
             kernel = prefill_wide_kernel if self._is_wide else prefill_kernel
-            constants |= {"num_warps": 4, "maxnreg": hopper.registers(wideners)}
-            return MapLaunch(kernel, constants)
+            kind = {"num_warps": 4, "maxnreg": hopper.registers(wideners)}
+            return MapLaunch(kernel, {"OPTIONS": asked, "TILE": tile, **kind})
 
         self._prefill, self._tall = launch_of(hopper), None
         if takes_tall(x, options):
             self._tall = launch_of(hopper_tile(portable.head_dim, portable.words, True))
 
-    def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
+    def run(self, x: call.Tensors, tokens: int, max_seqlen_k: int) -> None:
         """Launch one call."""
         portable, launch, block = self.portable, self._prefill, 2 * self._rows
         size = portable.batch, self._packs, self._rows, portable.processors
@@ -113,29 +139,35 @@ class HopperPlan:
         q, out, out_ptr = self._map_q(x.q), None, x.out
         if self._map_out is not None:
             out, out_ptr = self._map_out(x.out), None
-        small = (
-            out_ptr,
-            x.lse,
-            self._ticket(x.q.device),
-            x.block_table,
-            x.cu_seqlens_q,
-            x.seqlens_k,
-            x.alibi_slopes,
-            x.sinks,
-        )
         new: list[TensorMap | None] = [None, None]
         if self._new_maps is not None and x.k is not None and x.v is not None:
             new = [self._new_maps[0](x.k), self._new_maps[1](x.v)]
-        arguments: Arguments | WideArguments
+        tensors = Tensors(
+            q_desc=q,
+            k_desc=None if self._is_wide else self._map_k(x.k_cache),
+            v_desc=None if self._is_wide else self._map_v(x.v_cache),
+            new_k_desc=new[0],
+            new_v_desc=new[1],
+            out_desc=out,
+            out_ptr=out_ptr,
+            lse_ptr=x.lse,
+            ticket_ptr=self._ticket(x.q.device),
+            block_table_ptr=x.block_table,
+            cu_seqlens_q_ptr=x.cu_seqlens_q,
+            seqlens_k_ptr=x.seqlens_k,
+            alibi_slopes_ptr=x.alibi_slopes,
+            sinks_ptr=x.sinks,
+        )
+        cache: WideTensors | tuple[()] = ()
         if self._is_wide:
             scales = x.k_descale, x.v_descale, x.k_scale_cache, x.v_scale_cache
-            arguments = WideArguments(q, *new, out, x.k_cache, x.v_cache, *small, *scales)
-        else:
-            keys = self._map_k(x.k_cache), self._map_v(x.v_cache)
-            arguments = Arguments(q, *keys, *new, out, *small)
-        # the fields of Scores, Counts, and of Strides or WideStrides
-        numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
-        launch(min(portable.processors, total), arguments, numbers)
+            cache = WideTensors(x.k_cache, x.v_cache, *scales)
+        counts = tokens, total
+        numbers = self._counted.get(counts) or self._counted.keep(counts, self._count(*counts))
+        launch(min(portable.processors, total), tensors + cache, numbers)
+
+    def _count(self, tokens: int, total: int) -> tuple[float, ...]:
+        return flat(self._numbers._replace(tokens=tokens, total=total), self._wide_numbers)
 
 
 def as_rows(cache: Tensor) -> Tensor:

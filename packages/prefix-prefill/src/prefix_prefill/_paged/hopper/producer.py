@@ -165,7 +165,8 @@ def announce_the_end(index, count, pipeline):
 @gluon.jit
 def copy_queries(work, head, count, q_desc, pipeline, TILE: gl.constexpr):
     """Copy tile of queries number ``count``: one buffer for each warpgroup."""
-    for w in gl.static_range(TILE.WARPGROUPS):
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    for w in gl.static_range(WARPGROUPS):
         row = work.first_row + w * (TILE.ROWS // TILE.PACK)
         where = coordinates(work.sequence, head, work.q_start, work.len_q, row, True)
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w

@@ -4,6 +4,12 @@ from ..._linked.hopper.compat import gl, gluon
 
 
 @gluon.jit
+def _pointers_to(scales, head, page, slot):
+    strides = scales.strides
+    return scales.ptr + (head * strides.head + page * strides.page + slot * strides.slot)
+
+
+@gluon.jit
 def read_scales(first, inputs, seen, entries, TILE: gl.constexpr):
     """Read the scales of a tile's keys and values, each ``[BLOCK_N]``."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -12,10 +18,9 @@ def read_scales(first, inputs, seen, entries, TILE: gl.constexpr):
     entry = entries + (key // TILE.PAGE).to(gl.int64) * inputs.table.stride_page
     page = gl.load(entry, mask=is_seen, other=0).to(gl.int64)
     slot = (key % TILE.PAGE).to(gl.int64)
-    k, v = inputs.k_scales, inputs.v_scales
     head = seen.head.to(gl.int64)
-    k_at = k.ptr + (head * k.stride_head + page * k.stride_page + slot * k.stride_slot)
-    v_at = v.ptr + (head * v.stride_head + page * v.stride_page + slot * v.stride_slot)
+    k_at = _pointers_to(inputs.k_scales, head, page, slot)
+    v_at = _pointers_to(inputs.v_scales, head, page, slot)
     k_scale = gl.load(k_at, mask=is_seen, other=0.0)
     v_scale = gl.load(v_at, mask=is_seen, other=0.0)
     return k_scale, v_scale

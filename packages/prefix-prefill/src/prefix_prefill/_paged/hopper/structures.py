@@ -1,95 +1,6 @@
-"""Structures of the Hopper kernels; see ``portable/parameters.py``.
-
-The host passes the structures of the first part, field by field. The entry regroups the fields by
-the warps that read them.
-"""
+"""Structures that the functions of the Hopper kernels pass on; see ``arguments.py``."""
 
 from typing import Any, NamedTuple
-
-# ---- what the host passes
-
-
-class Arguments(NamedTuple):
-    """Tensor maps (TMA) and pointers; None if an argument is not given."""
-
-    q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    new_k_desc: Any  # None: all keys are in the cache
-    new_v_desc: Any
-    out_desc: Any  # None for an fp32 output, which is stored from registers
-    out_ptr: Any  # None for other outputs
-    lse_ptr: Any
-    ticket_ptr: Any  # the tile counter
-    block_table_ptr: Any
-    cu_seqlens_q_ptr: Any
-    seqlens_k_ptr: Any
-    alibi_slopes_ptr: Any
-    sinks_ptr: Any
-
-
-class Scores(NamedTuple):
-    """The scale, softcap and window of the scores."""
-
-    scale: Any
-    softcap: Any
-    window_left: Any
-    window_right: Any
-
-
-class Counts(NamedTuple):
-    """Sizes of the batch and of the grid."""
-
-    batch: Any
-    packs: Any  # packs of query heads that share a tile
-    tokens: Any
-    total: Any  # tile numbers (tickets)
-
-
-class Strides(NamedTuple):
-    """Rows between pages of a cache; strides of the output, the page table and the slopes."""
-
-    page_rows_k: Any
-    page_rows_v: Any
-    stride_os: Any
-    stride_oh: Any
-    stride_table_b: Any
-    stride_table_p: Any
-    stride_alibi_b: Any
-
-
-class Options(NamedTuple):
-    """The features of a call."""
-
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    HAS_NEW: Any  # keys of the queries' tokens come in tensors of their own
-    DESCALE_NDIM: Any  # dimensions of the descales of an FP8 cache
-
-
-class Tile(NamedTuple):
-    """How a program divides its work; see ``HopperTile``."""
-
-    GROUP: Any  # query heads per key head
-    PACK: Any  # query heads that share a tile
-    PAGE: Any
-    PIECE: Any  # keys of one page that one copy brings
-    NEW_PIECE: Any  # new keys that one copy brings
-    MIN_TOKENS: Any  # fewest queries of a sequence that this kernel serves
-    ROWS: Any  # rows of a warpgroup
-    BLOCK_N: Any
-    HEAD_DIM: Any  # columns of a tile
-    WIDTH: Any  # columns of the tensors
-    STAGES_K: Any
-    STAGES_V: Any
-    BUFFERS_Q: Any  # buffers for tiles of queries, per warpgroup
-    WARPGROUPS: Any  # MMA warpgroups
-    SHARE: Any  # the output is staged in the queries' shared memory
-    WARPS: Any  # warps that bring keys
-    WIDENERS: Any  # warpgroups that widen keys and values; 0: TMA copies them
-    PARTIES: Any  # threads at the barrier that frees a stage: MMA warpgroups and WARPS
-
 
 # ---- what the entry hands to the warps
 
@@ -111,11 +22,10 @@ class Pipeline(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Pointer and strides of an output ``[tokens, heads, head_dim]``."""
+    """An output ``[tokens, heads, head_dim]``."""
 
     ptr: Any
-    stride_token: Any
-    stride_head: Any
+    strides: Any
 
 
 class Results(NamedTuple):
@@ -134,52 +44,6 @@ class Results(NamedTuple):
     scales_s: Any = None  # shared memory: scales per token of keys and values, tile by tile
 
 
-class WideArguments(NamedTuple):
-    """Tensor maps and pointers of the kernel that widens keys; None if one is not given."""
-
-    q_desc: Any
-    new_k_desc: Any
-    new_v_desc: Any
-    out_desc: Any
-    k_cache_ptr: Any
-    v_cache_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    ticket_ptr: Any
-    block_table_ptr: Any
-    cu_seqlens_q_ptr: Any
-    seqlens_k_ptr: Any
-    alibi_slopes_ptr: Any
-    sinks_ptr: Any
-    k_descale_ptr: Any
-    v_descale_ptr: Any
-    k_scale_cache_ptr: Any  # for caches of integers
-    v_scale_cache_ptr: Any
-
-
-class WideStrides(NamedTuple):
-    """``Strides``, and the strides of slots, heads and scales of a cache."""
-
-    page_rows_k: Any
-    page_rows_v: Any
-    stride_kcs: Any
-    stride_kch: Any
-    stride_vcs: Any
-    stride_vch: Any
-    stride_os: Any
-    stride_oh: Any
-    stride_table_b: Any
-    stride_table_p: Any
-    stride_alibi_b: Any
-    stride_skp: Any
-    stride_sks: Any
-    stride_skh: Any
-    stride_svp: Any
-    stride_svs: Any
-    stride_svh: Any
-    heads_k: Any
-
-
 class CacheMap(NamedTuple):
     """The keys or the values of a cache."""
 
@@ -192,8 +56,7 @@ class WideCache(NamedTuple):
 
     ptr: Any
     page_rows: Any
-    stride_slot: Any
-    stride_head: Any
+    strides: Any
 
 
 class Words(NamedTuple):
@@ -221,9 +84,7 @@ class TokenScales(NamedTuple):
     """Scales per token and head, of keys or values."""
 
     ptr: Any
-    stride_page: Any
-    stride_slot: Any
-    stride_head: Any
+    strides: Any
 
 
 class Table(NamedTuple):

@@ -157,9 +157,9 @@ def _put(words, memory, part: gl.constexpr, STORED: gl.constexpr, TILE: gl.const
 @gluon.jit
 def _words_of(cache, head):
     """Return the cache of one head in words of 32 bits."""
-    ptr = cache.ptr + head.to(gl.int64) * cache.stride_head
+    ptr = cache.ptr + head.to(gl.int64) * cache.strides.head
     ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    return Words(ptr, cache.page_rows, cache.stride_slot // 4)
+    return Words(ptr, cache.page_rows, cache.strides.slot // 4)
 
 
 @gluon.jit

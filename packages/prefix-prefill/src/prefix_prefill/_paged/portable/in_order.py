@@ -19,6 +19,7 @@ def load_keys(
 ):
     """Load keys as ``[BLOCK_D, BLOCK]``; with ``MASKED``, those not ``inside`` are 0."""
     RUN: tl.constexpr = LAYOUT.RUN
+    BYTES: tl.constexpr = LAYOUT.BYTES
     RUNS: tl.constexpr = COLUMNS.BLOCK_D // RUN
     BLOCK: tl.constexpr = rows.shape[0]
     run = tl.arange(0, RUNS)  # [RUNS]
@@ -26,7 +27,7 @@ def load_keys(
     begins = vectors.base + tl.reshape(begins, [RUNS * BLOCK])
     # [RUNS * BLOCK, RUN]
     pointers = begins[:, None] + tl.arange(0, RUN)[None, :]
-    pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+    pointers = tl.multiple_of(pointers, [BYTES, BYTES])
     if MASKED or COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
         wanted = tl.broadcast_to((run * RUN < COLUMNS.HEAD_DIM)[:, None], [RUNS, BLOCK])
         if MASKED:
@@ -42,6 +43,7 @@ def load_keys(
 def load_values(vectors, rows, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
     """Load values as ``[BLOCK, BLOCK_D]``; ``rows`` are the offsets of the runs of slots."""
     RUN: tl.constexpr = LAYOUT.SLOT_RUN
+    BYTES: tl.constexpr = LAYOUT.BYTES
     RUNS: tl.constexpr = rows.shape[0]
     SIDES: tl.constexpr = COLUMNS.BLOCK_D // _SIDE
     ROWS: tl.constexpr = RUNS * COLUMNS.BLOCK_D
@@ -51,7 +53,7 @@ def load_values(vectors, rows, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
     begins = vectors.base + tl.reshape(begins, [ROWS])
     # [ROWS, RUN]
     pointers = begins[:, None] + tl.arange(0, RUN)[None, :]
-    pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+    pointers = tl.multiple_of(pointers, [BYTES, BYTES])
     if COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
         wanted = tl.reshape(cols < COLUMNS.HEAD_DIM, [SIDES, 1, _SIDE])
         wanted = tl.reshape(tl.broadcast_to(wanted, [SIDES, RUNS, _SIDE]), [ROWS])

@@ -1,78 +1,50 @@
 """Kernels that merge results over disjoint keys: of the splits of a row, or of two calls."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
+from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import LN2, LOG2E, NEG_INF
-from .parameters import (
-    Schedule,
-    SplitMergeNumbers,
-    SplitMergePointers,
-    SplitMergeTile,
-    StateMergeNumbers,
-    StateMergePointers,
-    StateMergeTile,
-    pointers_of_callers,
-)
+from .arguments import SplitMergeNumbers, SplitMergeTensors, StateMergeNumbers, StateMergeTensors
 from .results import scaled_out
 from .schedule import locate
-from .structures import Packed, Results
 
 
 @triton.jit
-def _store_rows(out, lse, token, head, inside, cols, results, TILE: tl.constexpr):
+def _store_rows(out, lse, token, head, inside, cols, tensors, numbers, TILE: tl.constexpr):
     """Store rows of the output in its dtype, and their log-sum-exps."""
-    target = results.out
-    out_rows = token * target.stride_token + head * target.stride_head
-    out = scaled_out(out, results.out_scale_ptr, TILE.OUT_MAX)
-    pointers = target.ptr + out_rows[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
+    out_rows = token * numbers.out.token + head * numbers.out.head
+    out = scaled_out(out, tensors.out_scale_ptr, TILE.OUT_MAX)
+    pointers = tensors.out_ptr + out_rows[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
     mask = inside[:, None] & (cols < TILE.HEAD_DIM)[None, :]
-    tl.store(pointers, out.to(target.ptr.dtype.element_ty), mask=mask)
-    if results.lse_ptr is not None:
-        tl.store(results.lse_ptr + head * results.tokens + token, lse, mask=inside)
+    tl.store(pointers, out.to(tensors.out_ptr.dtype.element_ty), mask=mask)
+    if tensors.lse_ptr is not None:
+        tl.store(tensors.lse_ptr + head * numbers.tokens + token, lse, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=SplitMergeNumbers._fields,
-    do_not_specialize_on_alignment=pointers_of_callers(SplitMergePointers._fields),
-)
+@entry(triton.jit)
 def split_merge_kernel(
-    part_out_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    cu_seqlens_q_ptr,
-    out_scale_ptr,
-    batch,
-    heads_k,
-    tokens,
-    splits,
-    rows,
-    stride_os,
-    stride_oh,
-    GROUP: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    OUT_MAX: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    tensors: SplitMergeTensors,
+    numbers: SplitMergeNumbers,
+    SCHEDULE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """``out = sum_i exp(lse_i - lse) out_i``, ``lse = log(sum_i exp(lse_i))``, over splits i."""
-    SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
-    TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK, OVERLAP)
+    GROUP: tl.constexpr = SCHEDULE.GROUP
+    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
+    ROWS: tl.constexpr = TILE.ROWS
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    heads_k, splits = numbers.heads_k, numbers.splits
     pid = tl.program_id(0)
-    parts = tl.cdiv(rows, ROWS)
+    parts = tl.cdiv(numbers.rows, ROWS)
     in_tile = pid % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
     head_k = pid // parts % heads_k
     unit = pid // parts // heads_k
-    place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
+    place = locate(unit, tensors.cu_seqlens_q_ptr, numbers.batch, SCHEDULE)
     row = place.tile * BLOCK_M + in_tile
-    if OVERLAP:
+    if TILE.OVERLAP:
         # Wait until all splits are stored. The offsets that are read above existed before the
         # kernel of the splits began, because it waits for everything before it.
         tl.extra.cuda.gdc_wait()
@@ -84,14 +56,14 @@ def split_merge_kernel(
     m_i = tl.full([ROWS], NEG_INF, tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for first in range(0, splits, CHUNK):
-        split = first + tl.arange(0, CHUNK)  # [CHUNK]
+    for first in range(0, splits, TILE.CHUNK):
+        split = first + tl.arange(0, TILE.CHUNK)  # [CHUNK]
         at = base[None, :] + split.to(tl.int64)[:, None] * BLOCK_M  # [CHUNK, ROWS]
         mask = (split < splits)[:, None] & inside[None, :]
-        lse2 = tl.load(part_lse_ptr + at, mask=mask, other=NEG_INF)  # [CHUNK, ROWS]
+        lse2 = tl.load(tensors.part_lse_ptr + at, mask=mask, other=NEG_INF)  # [CHUNK, ROWS]
         part = tl.load(
-            part_out_ptr + (at * HEAD_DIM)[:, :, None] + cols[None, None, :],
-            mask=mask[:, :, None] & (cols < HEAD_DIM)[None, None, :],
+            tensors.part_out_ptr + (at * TILE.HEAD_DIM)[:, :, None] + cols[None, None, :],
+            mask=mask[:, :, None] & (cols < TILE.HEAD_DIM)[None, None, :],
             other=0.0,
         )  # [CHUNK, ROWS, BLOCK_D]
         m_new = tl.maximum(m_i, tl.max(lse2, 0))
@@ -107,44 +79,23 @@ def split_merge_kernel(
     token = place.q_start.to(tl.int64) + row // GROUP
     head = (head_k * GROUP + row % GROUP).to(tl.int64)
     out = acc / l_safe[:, None]  # [ROWS, BLOCK_D]
-    results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
-    _store_rows(out, lse, token, head, inside, cols, results, TILE)
+    _store_rows(out, lse, token, head, inside, cols, tensors, numbers, TILE)
 
 
-@triton.jit(
-    do_not_specialize=StateMergeNumbers._fields,
-    do_not_specialize_on_alignment=StateMergePointers._fields,
-)
-def state_merge_kernel(
-    out_a_ptr,
-    lse_a_ptr,
-    out_b_ptr,
-    lse_b_ptr,
-    out_ptr,
-    lse_ptr,
-    out_scale_ptr,
-    heads_q,
-    tokens,
-    stride_os,
-    stride_oh,
-    HEAD_DIM: tl.constexpr,
-    OUT_MAX: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+@entry(triton.jit)
+def state_merge_kernel(tensors: StateMergeTensors, numbers: StateMergeNumbers, TILE: tl.constexpr):
     """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` over all keys.
 
     A program merges some rows. The output of a fully masked row is not read.
     """
-    TILE: tl.constexpr = StateMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    head = row % heads_q
-    token = row // heads_q
-    inside = token < tokens
-    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    at = head * tokens + token
-    lse_a = tl.load(lse_a_ptr + at, mask=inside, other=NEG_INF)
-    lse_b = tl.load(lse_b_ptr + at, mask=inside, other=NEG_INF)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)  # [ROWS]
+    head = row % numbers.heads_q
+    token = row // numbers.heads_q
+    inside = token < numbers.tokens
+    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    at = head * numbers.tokens + token
+    lse_a = tl.load(tensors.lse_a_ptr + at, mask=inside, other=NEG_INF)
+    lse_b = tl.load(tensors.lse_b_ptr + at, mask=inside, other=NEG_INF)
     # some kernels mark fully masked rows with +inf
     lse_a = tl.where(lse_a == float("inf"), NEG_INF, lse_a)
     lse_b = tl.where(lse_b == float("inf"), NEG_INF, lse_b)
@@ -154,12 +105,11 @@ def state_merge_kernel(
     weight_b = tl.exp2((lse_b - pivot) * LOG2E)
     total = weight_a + weight_b
     safe = tl.where(total == 0.0, 1.0, total)
-    begin = (row * HEAD_DIM)[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
-    width = (cols < HEAD_DIM)[None, :]
-    part_a = tl.load(out_a_ptr + begin, mask=width & (lse_a != NEG_INF)[:, None], other=0.0)
-    part_b = tl.load(out_b_ptr + begin, mask=width & (lse_b != NEG_INF)[:, None], other=0.0)
+    begin = (row * TILE.HEAD_DIM)[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
+    width = (cols < TILE.HEAD_DIM)[None, :]
+    part_a = tl.load(tensors.out_a_ptr + begin, mask=width & (lse_a != NEG_INF)[:, None], other=0.0)
+    part_b = tl.load(tensors.out_b_ptr + begin, mask=width & (lse_b != NEG_INF)[:, None], other=0.0)
     out = part_a.to(tl.float32) * (weight_a / safe)[:, None]  # [ROWS, BLOCK_D]
     out += part_b.to(tl.float32) * (weight_b / safe)[:, None]
     lse = tl.where(total == 0.0, NEG_INF, pivot + tl.log2(safe) * LN2)
-    results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
-    _store_rows(out, lse, token, head, inside, cols, results, TILE)
+    _store_rows(out, lse, token, head, inside, cols, tensors, numbers, TILE)

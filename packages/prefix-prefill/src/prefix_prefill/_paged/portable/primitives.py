@@ -12,6 +12,20 @@ from .structures import KeyRange, Walk
 
 
 @triton.jit
+def head_of(ptr, stride, head, LAYOUT: tl.constexpr):
+    """Return the pointer to one head of a cache, in words if it is read in words."""
+    if LAYOUT.WORD_BITS == 16:
+        ptr = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    return ptr + head * stride
+
+
+@triton.jit
+def offsets_of(rows, strides):
+    """Return the offset of each row of a tile in a tensor with a row per token and query head."""
+    return rows.token_64 * strides.token + rows.head * strides.head
+
+
+@triton.jit
 def _lanes_of(BLOCK: tl.constexpr, EACH: tl.constexpr):
     """Return the first key of each run of ``EACH`` keys of a tile, ``[BLOCK // EACH]``."""
     return tl.arange(0, BLOCK // EACH) * EACH
@@ -91,6 +105,7 @@ def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.
     gaps if ``UNIT``.
     """
     RUN: tl.constexpr = LAYOUT.RUN
+    BYTES: tl.constexpr = LAYOUT.BYTES
     # columns first: their term is the same in every step
     place = (cols % RUN if RUN < COLUMNS.HEAD_DIM else cols).to(tl.int64)  # [BLOCK_D]
     if not LAYOUT.UNIT:
@@ -99,7 +114,7 @@ def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.
         place += (cols // RUN).to(tl.int64) * vectors.stride_run
     pointers = (vectors.base + place)[None, :] + rows[:, None]  # [BLOCK, BLOCK_D]
     if LAYOUT.UNIT:
-        pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+        pointers = tl.multiple_of(pointers, [BYTES, BYTES])
     return pointers
 
 
@@ -107,11 +122,12 @@ def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.
 def _pointers_along_slots(vectors, rows, cols, LAYOUT: tl.constexpr):
     """Return pointers to rows x cols of vectors; ``SLOT_RUN`` neighbouring rows are contiguous."""
     RUN: tl.constexpr = LAYOUT.SLOT_RUN
+    BYTES: tl.constexpr = LAYOUT.BYTES
     # the launcher guarantees that a run is within a page and begins on a multiple of BYTES
     rows = tl.max_contiguous(rows, [RUN])
     # [BLOCK, BLOCK_D]
     pointers = vectors.base + rows[:, None] + cols.to(tl.int64)[None, :] * vectors.stride_number
-    return tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [LAYOUT.BYTES, LAYOUT.BYTES])
+    return tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [BYTES, BYTES])
 
 
 @triton.jit
@@ -146,12 +162,12 @@ def matched(x, other):
 
 
 @triton.jit
-def logits_of(products, queries, keys, scores, OPTIONS: tl.constexpr):
+def logits_of(products, queries, keys, scale, softcap, OPTIONS: tl.constexpr):
     """Turn raw products into base-2 logits: scale, softcap, ALiBi, in that order."""
     if OPTIONS.HAS_SOFTCAP:
-        logits = tanh(products * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
+        logits = tanh(products * (scale / softcap)) * (softcap * LOG2E)
     else:
-        logits = products * (scores.scale * LOG2E)  # [BLOCK_M, BLOCK_N]
+        logits = products * (scale * LOG2E)  # [BLOCK_M, BLOCK_N]
     if queries.slopes is not None:
         distance = (keys[None, :] - queries.position[:, None]).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         if not OPTIONS.SIGNED_ALIBI:
@@ -188,27 +204,27 @@ def is_on_branch(queries, keys):
 
 
 @triton.jit
-def key_range(first_position, last_position, seqlen_k, scores, OPTIONS: tl.constexpr):
-    """Return the ``KeyRange`` of rows at positions from the first to the last."""
+def key_range(positions, first_new, begin, end, problem, OPTIONS: tl.constexpr):
+    """Return the ``KeyRange`` of a tile's rows in a source: keys ``[begin, end)`` of the sequence.
+
+    It counts from ``begin``. With a tree all keys from ``first_new`` on need a mask.
+    """
+    scores = problem.numbers.scores
+    first_position, last_position = positions.first - begin, positions.last - begin
     first = 0
-    last = seqlen_k
+    last = end - begin
     full_first = 0
-    full_last = seqlen_k
+    full_last = last
     if OPTIONS.HAS_LEFT:
         first = tl.maximum(first, first_position - scores.window_left)
         full_first = tl.maximum(full_first, last_position - scores.window_left)
     if OPTIONS.HAS_RIGHT:
         last = tl.maximum(tl.minimum(last, last_position + scores.window_right + 1), 0)
-        end = tl.minimum(full_last, first_position + scores.window_right + 1)
-        full_last = tl.maximum(end, 0)
+        bound = tl.minimum(full_last, first_position + scores.window_right + 1)
+        full_last = tl.maximum(bound, 0)
+    if problem.tensors.tree_mask_ptr is not None:
+        full_last = tl.minimum(full_last, tl.maximum(first_new - begin, 0))
     return KeyRange(tl.minimum(first, last), last, full_first, full_last)
-
-
-@triton.jit
-def masked_from(seen, first):
-    """Return the ``KeyRange`` in which all keys from ``first`` on need a mask."""
-    full_last = tl.minimum(seen.full_last, tl.maximum(first, 0))
-    return KeyRange(seen.first, seen.last, seen.full_first, full_last)
 
 
 @triton.jit

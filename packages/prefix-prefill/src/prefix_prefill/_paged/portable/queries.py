@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import load_rows
+from .primitives import load_rows, offsets_of
 from .structures import Positions, Rows, VectorLayout, Vectors
 
 
@@ -22,37 +22,35 @@ def query_rows(place, q_start, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
-def load_queries(rows, q, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def load_queries(rows, problem, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Load a tile of queries, ``[BLOCK_M, BLOCK_D]``."""
-    LAYOUT: tl.constexpr = VectorLayout(TILE.HEAD_DIM, True, ROW_LAYOUT.ROW_BYTES, 0)
-    q_rows = rows.token_64 * q.stride_token + rows.head * q.stride_head
-    vectors = Vectors(q.ptr, None, None, None, None)
+    LAYOUT: tl.constexpr = VectorLayout(TILE.HEAD_DIM, True, OPTIONS.ROW_BYTES, 0)
+    q_rows = offsets_of(rows, problem.numbers.q)
+    vectors = Vectors(problem.tensors.q_ptr, None, None, None, None)
     return load_rows(vectors, q_rows, rows.is_inside, rows.cols, LAYOUT, TILE, True)
 
 
 @triton.jit
-def _load_slice(rows, q, index: tl.constexpr, WORDS: tl.constexpr, SLICES: tl.constexpr):
+def _load_slice(rows, problem, index: tl.constexpr, CACHE: tl.constexpr):
+    WORDS: tl.constexpr = CACHE.K_WORDS
     LAYOUT: tl.constexpr = VectorLayout(WORDS.HEAD_DIM, False, 1, 0)
-    q_rows = rows.token_64 * q.stride_token + rows.head * q.stride_head
-    vectors = Vectors(q.ptr + index, None, None, None, SLICES)
+    q_rows = offsets_of(rows, problem.numbers.q)
+    vectors = Vectors(problem.tensors.q_ptr + index, None, None, None, CACHE.SLICES)
     cols = tl.arange(0, WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
     return load_rows(vectors, q_rows, rows.is_inside, cols, LAYOUT, WORDS, True)
 
 
 @triton.jit
-def load_slices(rows, q, WORDS: tl.constexpr, SLICES: tl.constexpr):
+def load_slices(rows, problem, CACHE: tl.constexpr):
     """Load the slices of a tile of queries, each ``[BLOCK_M, BLOCK_D // SLICES]``, as a tuple."""
-    if SLICES == 2:
-        slices = (
-            _load_slice(rows, q, 0, WORDS, SLICES),
-            _load_slice(rows, q, 1, WORDS, SLICES),
-        )
+    if CACHE.SLICES == 2:
+        slices = _load_slice(rows, problem, 0, CACHE), _load_slice(rows, problem, 1, CACHE)
     else:
         slices = (
-            _load_slice(rows, q, 0, WORDS, SLICES),
-            _load_slice(rows, q, 1, WORDS, SLICES),
-            _load_slice(rows, q, 2, WORDS, SLICES),
-            _load_slice(rows, q, 3, WORDS, SLICES),
+            _load_slice(rows, problem, 0, CACHE),
+            _load_slice(rows, problem, 1, CACHE),
+            _load_slice(rows, problem, 2, CACHE),
+            _load_slice(rows, problem, 3, CACHE),
         )
     return slices
 
@@ -109,7 +107,7 @@ def as_fp16(slices, unit):
 
 
 @triton.jit
-def positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE: tl.constexpr):
+def positions_of(rows, place, seqlen_k, positions_ptr, SCHEDULE: tl.constexpr):
     """Return the ``Positions`` of a tile's rows: given, or aligned to the last keys."""
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
     GROUP: tl.constexpr = SCHEDULE.GROUP
@@ -127,14 +125,15 @@ def positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE: tl.constexpr):
 
 
 @triton.jit
-def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
+def slopes_of(rows, sequence, problem):
     """Return the ALiBi slope of each row, or None; positions need slopes per token and head."""
-    if alibi_slopes_ptr is not None:
-        if positions_ptr is not None:
+    tensors = problem.tensors
+    if tensors.alibi_slopes_ptr is not None:
+        if tensors.positions_ptr is not None:
             of = rows.token_64
         else:
             of = sequence + rows.token * 0
-        at = alibi_slopes_ptr + of * stride_alibi_b + rows.head
+        at = tensors.alibi_slopes_ptr + of * problem.numbers.slopes + rows.head
         slopes = tl.load(at, mask=rows.is_inside, other=0.0)
     else:
         slopes = None
@@ -142,13 +141,14 @@ def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
 
 
 @triton.jit
-def tree_of(rows, tree_mask_ptr, scores, OPTIONS: tl.constexpr):
+def tree_of(rows, problem, OPTIONS: tl.constexpr):
     """Return the bits of the new tokens that each row sees, or None."""
+    tree_mask_ptr = problem.tensors.tree_mask_ptr
     if tree_mask_ptr is not None:
         tree = tl.load(tree_mask_ptr + rows.token_64, mask=rows.is_inside, other=0)  # [BLOCK_M]
         if OPTIONS.HAS_LEFT:
             # clear the bits of tokens before the row's window
-            ahead = tl.maximum(rows.token - scores.window_left, 0)
+            ahead = tl.maximum(rows.token - problem.numbers.scores.window_left, 0)
             within = tl.full([], -1, tl.int64) << tl.minimum(ahead, 63).to(tl.int64)
             tree = tl.where(ahead < 64, tree & within, 0)
     else:

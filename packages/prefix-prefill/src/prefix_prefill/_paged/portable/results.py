@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.portable.primitives import LN2, NEG_INF
+from .primitives import offsets_of
 
 
 @triton.jit
@@ -23,60 +24,54 @@ def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
 
 
 @triton.jit
-def store_part(
-    out, lse2, rows, at, part_out_ptr, part_lse_ptr, BYTES: tl.constexpr, TILE: tl.constexpr
-):
+def store_part(out, lse2, rows, at, tensors, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Store the result of a split in fp32 from row ``at`` on, for ``split_merge_kernel``."""
     cols = rows.cols_v
     at += tl.arange(0, out.shape[0])  # [BLOCK_M]
-    tl.store(part_lse_ptr + at, lse2, mask=rows.is_inside)
+    tl.store(tensors.part_lse_ptr + at, lse2, mask=rows.is_inside)
     # [BLOCK_M, BLOCK_DV]
-    where = _row_pointers(part_out_ptr, at * TILE.HEAD_DIM_V, cols, BYTES)
+    where = _row_pointers(tensors.part_out_ptr, at * TILE.HEAD_DIM_V, cols, OPTIONS.PART_BYTES)
     tl.store(where, out, mask=rows.is_inside[:, None] & (cols < TILE.HEAD_DIM_V)[None, :])
 
 
 @triton.jit
-def store_out(
-    out, lse2, rows, results, BYTES: tl.constexpr, OUT_MAX: tl.constexpr, TILE: tl.constexpr
-):
+def store_out(out, lse2, rows, problem, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Store rows of the output in its dtype, and their log-sum-exps."""
-    cols = rows.cols_v
-    out = scaled_out(out, results.out_scale_ptr, OUT_MAX)
-    if results.lse_ptr is not None:
-        at = results.lse_ptr + rows.head * results.tokens + rows.token_64
+    tensors, cols = problem.tensors, rows.cols_v
+    out = scaled_out(out, tensors.out_scale_ptr, OPTIONS.OUT_MAX)
+    if tensors.lse_ptr is not None:
+        at = tensors.lse_ptr + rows.head * problem.numbers.tokens + rows.token_64
         tl.store(at, lse2 * LN2, mask=rows.is_inside)
-    target = results.out
-    out_rows = rows.token_64 * target.stride_token + rows.head * target.stride_head
+    out_rows = offsets_of(rows, problem.numbers.out)
     # [BLOCK_M, BLOCK_DV]
-    where = _row_pointers(target.ptr, out_rows, cols, BYTES)
+    where = _row_pointers(tensors.out_ptr, out_rows, cols, OPTIONS.OUT_BYTES)
     out_mask = rows.is_inside[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
-    tl.store(where, out.to(target.ptr.dtype.element_ty), mask=out_mask)
+    tl.store(where, out.to(tensors.out_ptr.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
-def fill_padding(
-    block, head_k, cu_seqlens_q_ptr, batch, results, SCHEDULE: tl.constexpr, TILE: tl.constexpr
-):
+def fill_padding(block, head_k, problem, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
     """Write out 0 and lse -inf for the tokens of a block that belong to no sequence."""
     GROUP: tl.constexpr = SCHEDULE.GROUP
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     TOKENS: tl.constexpr = TILE.FILL_TOKENS
-    target = results.out
-    begin = tl.load(cu_seqlens_q_ptr)
-    end = tl.load(cu_seqlens_q_ptr + batch)
-    cols = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
+    tensors, numbers = problem.tensors, problem.numbers
+    begin = tl.load(tensors.cu_seqlens_q_ptr)
+    end = tl.load(tensors.cu_seqlens_q_ptr + numbers.batch)
+    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     for first in range(0, TOKENS * GROUP, BLOCK_M):
         row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         token = block * TOKENS + row // GROUP
         head = (head_k * GROUP + row % GROUP).to(tl.int64)
-        is_padding = ((token < begin) | (token >= end)) & (token < results.tokens)
+        is_padding = ((token < begin) | (token >= end)) & (token < numbers.tokens)
         is_padding &= row < TOKENS * GROUP
         token = token.to(tl.int64)
-        out_rows = token * target.stride_token + head * target.stride_head
-        where = target.ptr + out_rows[:, None] + cols[None, :]  # [BLOCK_M, BLOCK_DV]
-        zeros = tl.zeros([BLOCK_M, TILE.BLOCK_DV], tl.float32)
-        zeros = zeros.to(target.ptr.dtype.element_ty)
+        out_rows = token * numbers.out.token + head * numbers.out.head
+        where = tensors.out_ptr + out_rows[:, None] + cols[None, :]  # [BLOCK_M, BLOCK_DV]
+        zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        zeros = zeros.to(tensors.out_ptr.dtype.element_ty)
         tl.store(where, zeros, mask=is_padding[:, None] & (cols < TILE.HEAD_DIM_V)[None, :])
-        if results.lse_ptr is not None:
+        if tensors.lse_ptr is not None:
             nothing = tl.full([BLOCK_M], NEG_INF, tl.float32)
-            tl.store(results.lse_ptr + head * results.tokens + token, nothing, mask=is_padding)
+            tl.store(tensors.lse_ptr + head * numbers.tokens + token, nothing, mask=is_padding)

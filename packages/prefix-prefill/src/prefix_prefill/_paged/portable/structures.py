@@ -1,9 +1,16 @@
-"""Structures that the functions of the portable kernels pass on; see ``parameters.py``.
+"""Structures that the functions of the portable kernels pass on; see ``arguments.py``.
 
 No field is called ``values`` or ``type``: Triton's own tuples have attributes of these names.
 """
 
 from typing import Any, NamedTuple
+
+
+class Problem(NamedTuple):
+    """What the launch of the attention kernel passes."""
+
+    tensors: Any
+    numbers: Any
 
 
 class Place(NamedTuple):
@@ -98,22 +105,7 @@ class Source(NamedTuple):
     k_scales: Any  # None without a scale per token
     v_scales: Any
     table: Any  # None for dense keys
-
-
-class SourceLayout(NamedTuple):
-    """Memory layout of a source."""
-
-    PAGE: Any  # slots of a page; 0: dense
-    K: Any
-    V: Any
-    V_AS_K: Any  # values have the strides of keys
-    IN_ORDER: Any  # a packed cache is read in memory order; then no words
-    K_WORDS: Any  # columns of a key, counted in words
-    V_WORDS: Any  # columns of a value, counted in words
-    SLICES: Any  # numbers per word; 1: no words
-    STORED: Any  # dtype of the numbers in words
-    WEIGHTS: Any  # dtype in which probabilities multiply values
-    SCALED: Any  # scales per token
+    scale: Any  # of products with the keys
 
 
 class KeyRange(NamedTuple):
@@ -153,56 +145,3 @@ class Results(NamedTuple):
     lse_ptr: Any
     out_scale_ptr: Any
     tokens: Any
-
-
-class Side(NamedTuple):
-    """New keys or values, and the cache into which they are written."""
-
-    new: Any
-    cache: Any
-    stride_head: Any  # of the cache
-    scale_ptr: Any
-    scales: Any  # scales per token of the cache, or None
-    stride_head_scales: Any
-
-
-class Slots(NamedTuple):
-    """The slots of the tokens."""
-
-    slot_mapping_ptr: Any
-    stride_slot: Any
-    tokens: Any
-    slots: Any
-
-
-class Rope(NamedTuple):
-    """Tables of cosines and sines for ``seqlen`` positions."""
-
-    cos_ptr: Any
-    sin_ptr: Any
-    stride_cos_t: Any
-    stride_cos_d: Any
-    stride_sin_t: Any
-    stride_sin_d: Any
-    seqlen: Any
-
-
-class Room(NamedTuple):
-    """The pages or the row of each sequence, and how many slots it has."""
-
-    table_ptr: Any
-    stride_sequence: Any
-    stride_entry: Any
-    batch_idx_ptr: Any
-    page: Any
-    slots: Any
-    pages: Any
-
-
-class Tokens(NamedTuple):
-    """A block of new tokens: their sequences and positions."""
-
-    token: Any  # index in the batch
-    sequence: Any
-    position: Any
-    exists: Any

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from attn_common import cdiv, detect, fp8_info
+from torch import Tensor
 
 from ..._cache.kernels.addressing import CacheForm, descale_ndim, row_strides
+from ..._cache.kernels.arguments import RowStrides, SlotStrides, TableStrides
 from ..._cache.layout import cache_sizes, is_packed
 from ..._linked.host.arguments import MAX_WINDOW
-from ..._linked.host.forms import ACCESS_BYTES, interpreted
+from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
 from ..._linked.host.tiles import MIN_TILE
-from ..._linked.launch.runtime import Launch, row_bytes
+from ..._linked.launch.entries import flat
+from ..._linked.launch.runtime import MAX_COUNTS, Launch, row_bytes
 from .. import tiles as portable_tiles
 from ..call import Options, Tensors
 from ..tiles import choose_splits, padded_head_dim, processors, words_of
-from . import parameters
-from .attention import paged_kernel
-from .merge import split_merge_kernel
-from .parameters import (
-    Layout,
-    RowLayout,
+from . import arguments
+from .arguments import (
+    Numbers,
     Schedule,
     Scores,
-    SplitMergePointers,
+    SourceLayout,
+    SplitMergeNumbers,
+    SplitMergeTensors,
     SplitMergeTile,
-    Strides,
     Tile,
+    ValueStrides,
 )
+from .attention import paged_kernel
+from .merge import split_merge_kernel
+from .structures import Columns, VectorLayout
 
 # padding tokens that one program zeroes
 FILL_TOKENS = 64
 # sizes of a merge step: numbers for a short tile, rows for a long one
 MERGE_NUMBERS = 8192
 MERGE_ROWS = 8
+
+
+class Work(NamedTuple):
+    """Grids and numbers of the launches for one token count and number of splits."""
+
+    grid: int
+    numbers: tuple[float, ...]
+    rows: int  # of partial results; 0: one split
+    merge_grid: int
+    merge_numbers: tuple[float, ...]
 
 
 class TilePlan:
@@ -63,12 +79,14 @@ class TilePlan:
         self.rows = min(tile.block_m, most * self.group)
         self.words = words_of(x)
         cache = CacheForm(x.k_cache, x.v_cache, tile.block_n, in_words=self.words != "")
-        self._scores = scores = scores_of(options)
+        scores = scores_of(options)
         # most keys that the rows of a tile see under a window with two ends
         self._most_seen = None
         if scores.window_left >= 0 and scores.window_right >= 0:
             self._most_seen = scores.window_left + scores.window_right + tile.block_m
-        self._strides = _strides_of(x, cache)
+        # but for counts that depend on a call
+        self._numbers = _numbers_of(x, options, cache)
+        self._work: Memory[Work] = Memory(MAX_COUNTS)
         schedule = Schedule(self.group, least, most, tiles, tile.block_m)
         block_d, block_dv = (
             max(padded_head_dim(n, x.q.element_size()), MIN_TILE * cache.slices)
@@ -76,24 +94,24 @@ class TilePlan:
         )
         platform = detect(x.q.device)
         overlap = platform.is_hopper or platform.is_blackwell
-        asked = _options_of(x, options)
+        shape = Tile(
+            HEAD_DIM=self.head_dim,
+            HEAD_DIM_V=self.head_dim_v,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            FILL_TOKENS=self.fill_tokens,
+            PRECISION=tile.precision,
+            UPCAST=interpreted(),
+            PTX=platform.vendor == "nvidia" and not interpreted(),
+            OVERLAP=overlap,
+        )
+        in_order = self._is_in_order(x, cache)
+        asked = _options_of(x, options, cache, shape, self.is_short, in_order)
         constants = {
-            **_layout_of(cache, self._is_in_order(x, cache))._asdict(),
-            **_row_layout_of(x, self._strides, self.is_short)._asdict(),
-            **asked._asdict(),
-            **schedule._asdict(),
-            **Tile(
-                HEAD_DIM=self.head_dim,
-                HEAD_DIM_V=self.head_dim_v,
-                BLOCK_N=tile.block_n,
-                BLOCK_D=block_d,
-                BLOCK_DV=block_dv,
-                FILL_TOKENS=self.fill_tokens,
-                PRECISION=tile.precision,
-                UPCAST=interpreted(),
-                PTX=platform.vendor == "nvidia" and not interpreted(),
-                OVERLAP=overlap,
-            )._asdict(),
+            "OPTIONS": asked,
+            "SCHEDULE": schedule,
+            "TILE": shape,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
@@ -106,7 +124,7 @@ class TilePlan:
         merged = SplitMergeTile(
             self.head_dim_v, asked.OUT_MAX, block_dv, self._merged_rows, chunk, overlap
         )
-        constants = {**schedule._asdict(), **merged._asdict(), "num_warps": 4, "num_stages": 1}
+        constants = {"SCHEDULE": schedule, "TILE": merged, "num_warps": 4, "num_stages": 1}
         constants |= {"launch_pdl": True} if overlap else {}
         self._merge = Launch(split_merge_kernel, constants)
 
@@ -143,32 +161,41 @@ class TilePlan:
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
         """Launch one call."""
-        heads_k = self.heads_k
-        units = self.count_units(tokens)
-        splits = self.count_splits(units, tokens, max_seqlen_k)
-        fills = -(-tokens // self.fill_tokens) if self.fill_tokens else 0
-        grid = (units * splits + fills) * heads_k
-        # the tensors are the fields of Pointers, the numbers those of Scores, Counts and Strides
-        counts = self.batch, heads_k, tokens, units, splits
-        numbers = (*self._scores, *counts, *self._strides)
-        if splits == 1 or units == 0:
-            self._whole(grid, (*x, None, None), numbers)
+        splits = self.count_splits(self.count_units(tokens), tokens, max_seqlen_k)
+        counts = tokens, splits
+        work = self._work.get(counts) or self._work.keep(counts, self._count(*counts))
+        if work.rows == 0:
+            self._whole(work.grid, (*x, None, None), work.numbers)
             return
-        rows = units * heads_k * splits * self.tile.block_m
-        part_out = x.out.new_empty((rows, self.head_dim_v), dtype=torch.float32)
-        part_lse = x.out.new_empty((rows,), dtype=torch.float32)
-        self._split(grid, (*x, part_out, part_lse), numbers)
-        strides = self._strides
-        self._merge(
-            units * heads_k * cdiv(self.rows, self._merged_rows),
-            SplitMergePointers(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, x.out_scale),
-            # the fields of SplitMergeNumbers
-            (self.batch, heads_k, tokens, splits, self.rows, strides.stride_os, strides.stride_oh),
+        part_out = x.out.new_empty((work.rows, self.head_dim_v), dtype=torch.float32)
+        part_lse = x.out.new_empty((work.rows,), dtype=torch.float32)
+        self._split(work.grid, (*x, part_out, part_lse), work.numbers)
+        merged = SplitMergeTensors(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, x.out_scale)
+        self._merge(work.merge_grid, merged, work.merge_numbers)
+
+    def _count(self, tokens: int, splits: int) -> Work:
+        heads_k, units = self.heads_k, self.count_units(tokens)
+        fills = -(-tokens // self.fill_tokens) if self.fill_tokens else 0
+        numbers = self._numbers._replace(tokens=tokens, units=units, splits=splits)
+        merged = SplitMergeNumbers(
+            batch=self.batch,
+            heads_k=heads_k,
+            tokens=tokens,
+            splits=splits,
+            rows=self.rows,
+            out=numbers.out,
+        )
+        return Work(
+            grid=(units * splits + fills) * heads_k,
+            numbers=flat(numbers),
+            rows=units * heads_k * splits * self.tile.block_m if splits > 1 else 0,
+            merge_grid=units * heads_k * cdiv(self.rows, self._merged_rows),
+            merge_numbers=flat(merged),
         )
 
 
 def scores_of(options: Options) -> Scores:
-    """Return the kernel's ``Scores``."""
+    """Return the kernels' ``Scores``."""
     # windows beyond any length are equal; clamped, int32 sums in the kernels do not overflow
     left, right = min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW)
     return Scores(options.softmax_scale, options.softcap, left, right)
@@ -179,55 +206,74 @@ def stride_of_slopes(x: Tensors) -> int:
     return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
 
 
-def strides_of_scales(x: Tensors) -> tuple[int, ...]:
-    """Return the strides of the scales per token of keys and values; zeros without them."""
-    if x.k_scale_cache is None or x.v_scale_cache is None:
-        return 0, 0, 0, 0, 0, 0
-    return x.k_scale_cache.stride() + x.v_scale_cache.stride()
+def strides_of_scales(cache: Tensor | None) -> SlotStrides:
+    """Return the strides of the scales per token of keys or values; zeros without them."""
+    return SlotStrides(0, 0, 0) if cache is None else SlotStrides(*cache.stride())
 
 
-def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
-    rows = row_strides(x.q) + row_strides(x.out)
-    v = cache.v
-    values = v.page, v.slot, v.head, v.inner
-    new = 0, 0, 0, 0
-    if x.k is not None and x.v is not None:
-        new = row_strides(x.k) + row_strides(x.v)
-    table = x.block_table.stride()
-    scales = strides_of_scales(x)
-    return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x), *scales)
-
-
-def _layout_of(cache: CacheForm, in_order: bool) -> Layout:
-    return Layout(
-        *cache.layout,
-        V_COLUMN_RUN=cache.v_column_run,
-        V_AS_K=cache.values_lie_as_keys,
-        IN_ORDER=in_order,
-        SLICES=cache.slices,
-        WORD_BITS=cache.word_bits,
+def _numbers_of(x: Tensors, options: Options, cache: CacheForm) -> Numbers:
+    none, v = RowStrides(0, 0), cache.v
+    return Numbers(
+        scores=scores_of(options),
+        batch=x.seqlens_k.shape[0],
+        heads_k=cache_sizes(x.k_cache).heads_k,
+        tokens=0,
+        units=0,
+        splits=0,
+        q=row_strides(x.q),
+        out=row_strides(x.out),
+        k_cache=cache.k,
+        v_cache=ValueStrides(v.page, v.slot, v.head, v.number),
+        k=none if x.k is None else row_strides(x.k),
+        v=none if x.v is None else row_strides(x.v),
+        table=TableStrides(*x.block_table.stride()),
+        slopes=stride_of_slopes(x),
+        k_scales=strides_of_scales(x.k_scale_cache),
+        v_scales=strides_of_scales(x.v_scale_cache),
     )
 
 
-def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
+def _options_of(
+    x: Tensors, options: Options, cache: CacheForm, tile: Tile, is_short: bool, in_order: bool
+) -> arguments.Options:
+    lie, slices = cache.layout, cache.slices
+    row = min(row_bytes(t) for t in (x.q, x.k, x.v) if t is not None)
+    in_cache = SourceLayout(
+        PAGE=lie.PAGE,
+        K=VectorLayout(lie.K_RUN, lie.K_UNIT, lie.K_BYTES, 0),
+        V=VectorLayout(tile.HEAD_DIM_V // slices, lie.V_UNIT, lie.V_BYTES, cache.v_column_run),
+        V_AS_K=cache.values_lie_as_keys,
+        K_WORDS=Columns(tile.HEAD_DIM // slices, tile.BLOCK_D // slices),
+        V_WORDS=Columns(tile.HEAD_DIM_V // slices, tile.BLOCK_DV // slices),
+        IN_ORDER=in_order,
+        SLICES=slices,
+        WORD_BITS=cache.word_bits,
+        SCALED=x.k_scale_cache is not None,
+    )
+    new = None
+    if x.k is not None and x.v is not None:
+        new = SourceLayout(
+            PAGE=0,
+            K=VectorLayout(tile.HEAD_DIM, True, row, 0),
+            V=VectorLayout(tile.HEAD_DIM_V, True, row, 0),
+            V_AS_K=x.k.stride(0) == x.v.stride(0),
+            K_WORDS=Columns(tile.HEAD_DIM, tile.BLOCK_D),
+            V_WORDS=Columns(tile.HEAD_DIM_V, tile.BLOCK_DV),
+        )
     # Narrow stores need an address per number, for which long tiles have no registers. Wide stores
     # exchange numbers between threads first, for which short tiles have no registers.
     wide = not is_short and detect(x.q.device).vendor == "nvidia"
-    return RowLayout(
-        NEW_V_AS_K=strides.stride_ks == strides.stride_vs,
-        ROW_BYTES=min(row_bytes(t) for t in (x.q, x.k, x.v) if t is not None),
-        OUT_BYTES=row_bytes(x.out) if wide else x.out.element_size(),
-        PART_BYTES=ACCESS_BYTES if wide else 4,
-    )
-
-
-def _options_of(x: Tensors, options: Options) -> parameters.Options:
     # only a scale between products and softmax
     has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
     no_factor = x.q_descale is x.k_descale is None
     # FP8 probabilities: the largest power of two is 2**8 in e4m3fn, 2**7 in e4m3fnuz
     is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
-    return parameters.Options(
+    return arguments.Options(
+        CACHE=in_cache,
+        NEW=new,
+        ROW_BYTES=row,
+        OUT_BYTES=row_bytes(x.out) if wide else x.out.element_size(),
+        PART_BYTES=ACCESS_BYTES if wide else 4,
         HAS_LEFT=options.window_left >= 0,
         HAS_RIGHT=options.window_right >= 0,
         HAS_SOFTCAP=options.softcap != 0.0,

@@ -24,24 +24,20 @@ _LARGEST_WEIGHT = tl.constexpr(32768.0)
 
 @triton.jit
 def start_softmax(
-    rows,
-    split,
-    sinks_ptr,
-    OPTIONS: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    TILE: tl.constexpr,
-    SLICES: tl.constexpr,
+    rows, split, sinks_ptr, OPTIONS: tl.constexpr, SCHEDULE: tl.constexpr, TILE: tl.constexpr
 ):
     """Return the ``Softmax`` of a tile before its first key; it holds the sinks."""
-    m_i = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
-    l_i = tl.zeros([SCHEDULE.BLOCK_M], tl.float32)
+    SLICES: tl.constexpr = OPTIONS.CACHE.SLICES
+    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
+    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
         # a sink acts as a first key without a value; only the first split counts it
         sink = tl.load(sinks_ptr + rows.head, mask=rows.is_inside, other=NEG_INF)
         sink = sink.to(tl.float32) * LOG2E
         m_i = tl.where(split == 0, sink, NEG_INF)
         l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << OPTIONS.SHIFT))
-    zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_DV // SLICES], tl.float32)
+    zeros = tl.zeros([BLOCK_M, TILE.BLOCK_DV // SLICES], tl.float32)
     if SLICES == 1:
         acc = (zeros,)
     elif SLICES == 2:
@@ -95,22 +91,25 @@ def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def _multiply(q, k, TILE: tl.constexpr):
     """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of slices."""
-    s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
+    PRECISION: tl.constexpr = TILE.PRECISION
+    s = dot(q[0], tl.trans(k[0]), PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(1, len(q)):
-        s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
+        s = dot_add(s, q[i], tl.trans(k[i]), PRECISION, TILE.UPCAST)
     return s
 
 
 @triton.jit
 def _accumulate(acc, alpha, p, v, TILE: tl.constexpr):
     """Return ``acc * alpha + p @ v`` of one slice, ``[BLOCK_M, BLOCK_DV // SLICES]``."""
-    return dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
+    PRECISION: tl.constexpr = TILE.PRECISION
+    return dot_add(acc * alpha[:, None], p, v, PRECISION, TILE.UPCAST)
 
 
 @triton.jit
 def _accumulate_scaled(acc, alpha, p, v, unit, TILE: tl.constexpr):
     """Return ``acc * alpha + p @ v * unit`` of one slice."""
-    return acc * alpha[:, None] + dot(p.to(v.dtype), v, TILE.PRECISION, TILE.UPCAST) * unit
+    PRECISION: tl.constexpr = TILE.PRECISION
+    return acc * alpha[:, None] + dot(p.to(v.dtype), v, PRECISION, TILE.UPCAST) * unit
 
 
 @triton.jit
@@ -159,7 +158,7 @@ def _attend(
     queries,
     source,
     walk,
-    scores,
+    problem,
     LAYOUT: tl.constexpr,
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
@@ -168,10 +167,19 @@ def _attend(
     """Fold keys of one source into the running softmax: either masked tiles or whole tiles."""
     PAGE: tl.constexpr = LAYOUT.PAGE
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    PRECISION: tl.constexpr = TILE.PRECISION
     SLICES: tl.constexpr = LAYOUT.SLICES
+    K: tl.constexpr = LAYOUT.K
+    V: tl.constexpr = LAYOUT.V
     K_WORDS: tl.constexpr = LAYOUT.K_WORDS
     V_WORDS: tl.constexpr = LAYOUT.V_WORDS
     WIDE: tl.constexpr = queries.q[0].dtype
+    STORED: tl.constexpr = problem.tensors.k_cache_ptr.dtype.element_ty
+    # fp16 holds all numbers of 8 bits; bf16 holds scaled weights of any size
+    NARROW: tl.constexpr = tl.bfloat16 if LAYOUT.SCALED else tl.float16
+    Q: tl.constexpr = problem.tensors.q_ptr.dtype.element_ty
+    WEIGHTS: tl.constexpr = Q if tl.float32 == Q or tl.float16 == Q else NARROW
+    scores = problem.numbers.scores
     acc, l_i, m_i = softmax.acc, softmax.l_i, softmax.m_i
     cols = tl.arange(0, K_WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
     cols_v = tl.arange(0, V_WORDS.BLOCK_D)  # [BLOCK_DV // SLICES]
@@ -201,28 +209,28 @@ def _attend(
         k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
         # s: [BLOCK_M, BLOCK_N], k: [BLOCK_N, BLOCK_D // SLICES]
         if LAYOUT.IN_ORDER:
-            k = load_keys(source.k, k_rows, inside, LAYOUT.K, K_WORDS, MASKED)
+            k = load_keys(source.k, k_rows, inside, K, K_WORDS, MASKED)
             k = matched(k, queries.q[0])  # [BLOCK_D, BLOCK_N]
-            s = dot(matched(queries.q[0], k), k, TILE.PRECISION, TILE.UPCAST)
+            s = dot(matched(queries.q[0], k), k, PRECISION, TILE.UPCAST)
         elif SLICES == 1:
-            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
+            k = load_rows(source.k, k_rows, inside, cols, K, K_WORDS, MASKED)
             k = matched(k, queries.q[0])
             s = _multiply((matched(queries.q[0], k),), (k,), TILE)
         else:
-            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
-            s = _multiply(queries.q, slices_of(k, WIDE, LAYOUT.STORED, SLICES, TILE.PTX), TILE)
+            k = load_rows(source.k, k_rows, inside, cols, K, K_WORDS, MASKED)
+            s = _multiply(queries.q, slices_of(k, WIDE, STORED, SLICES, TILE.PTX), TILE)
         if LAYOUT.SCALED:
             s *= scales[0][None, :]
         if OPTIONS.FOLD and not MASKED:
             # the scale goes into the multiply-add of exp2; it is positive, so max commutes with it
-            factor = scores.scale * LOG2E
+            factor = source.scale * LOG2E
             if queries.unit is not None:
                 factor *= queries.unit  # [BLOCK_M]
         else:
             factor = 1.0
             if queries.unit is not None:
                 s *= queries.unit[:, None]
-            s = logits_of(s, queries, keys, scores, OPTIONS)
+            s = logits_of(s, queries, keys, source.scale, scores.softcap, OPTIONS)
         if MASKED:
             visible = is_visible(queries, keys, walk.last, scores, OPTIONS)
             s = tl.where(visible, s, NEG_INF)
@@ -243,14 +251,14 @@ def _attend(
         if LAYOUT.IN_ORDER and not MASKED:
             EACH: tl.constexpr = LAYOUT.V.SLOT_RUN
             v_rows = rows_of(pages_v, begin, source.v, PAGE, BLOCK_N, EACH)
-            v = load_values(source.v, v_rows, LAYOUT.V, V_WORDS)
+            v = load_values(source.v, v_rows, V, V_WORDS)
         else:
             v_rows = k_rows if LAYOUT.V_AS_K else rows_of(pages, begin, source.v, PAGE, BLOCK_N)
-            v = load_rows(source.v, v_rows, inside, cols_v, LAYOUT.V, V_WORDS, MASKED)
+            v = load_rows(source.v, v_rows, inside, cols_v, V, V_WORDS, MASKED)
         if SLICES == 1:
             v = (matched(v, queries.q[0]),)
         else:
-            v = slices_of(v, LAYOUT.WEIGHTS, LAYOUT.STORED, SLICES, TILE.PTX)
+            v = slices_of(v, WEIGHTS, STORED, SLICES, TILE.PTX)
         acc = _add_values(acc, alpha, p, v, scales[1] if LAYOUT.SCALED else None, TILE)
         m_i = m_new
     return Softmax(acc, l_i, m_i)
@@ -262,7 +270,7 @@ def attend_to_all(
     queries,
     source,
     walk,
-    scores,
+    problem,
     LAYOUT: tl.constexpr,
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
@@ -270,6 +278,6 @@ def attend_to_all(
     """Fold keys of one source into the running softmax: whole tiles, then masked tiles."""
     for masked in tl.static_range(2):
         softmax = _attend(
-            softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE, masked == 1
+            softmax, queries, source, walk, problem, LAYOUT, OPTIONS, TILE, masked == 1
         )
     return softmax
