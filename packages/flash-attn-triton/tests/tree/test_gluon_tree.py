@@ -178,15 +178,19 @@ def test_scores_far_below_zero(serve_gradients):
 WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), state.turn // TILE.STAGES_K & 1)"
 MISTAKES = [
     ("_copy_keys", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("_copy_keys", "tails_s.index(stage).store(keys)", "tails_s.index(0).store(keys)"),
-    ("_copy_keys", "tails_s.index(stage).store(keys)", "pass"),
+    (
+        "_copy_keys",
+        "program.tails_s.index(stage).store(keys)",
+        "program.tails_s.index(0).store(keys)",
+    ),
+    ("_copy_keys", "program.tails_s.index(stage).store(keys)", "pass"),
     ("_attend", WAIT_K, "pass"),
     ("_attend", "own.rows * 0 + BEHIND", "own.rows"),
     ("_attend", "0, 1, tail", "0, 1, own"),
     ("_attend", "own.high - 1,", "own.high,"),
     ("count_above", "run.length % TILE.BLOCK_N > 0", "run.length > 0"),
     ("count_above", "wholes += run.length // TILE.BLOCK_N", "wholes += 1"),
-    ("next_block", "task, count_above(segment", "task, count_above(segment - 1"),
+    ("next_block", "count_above(segment", "count_above(segment - 1"),
     ("find_block", "sequence = batch - 1 - sequence", "pass"),
     ("_block_ends", "index = batch + 1 - number", "index = batch - number"),
     ("produce", "above.wholes + right", "above.wholes"),
@@ -196,7 +200,7 @@ MISTAKES = [
     ("run_of", "end - start", "end - start - 1"),
 ]
 MISTAKES_BACK = [
-    ("_find_block", "own.begin + below) * GROUP", "own.begin) * GROUP"),
+    ("_find_block", "own.begin + below) * OPTIONS.GROUP", "own.begin) * OPTIONS.GROUP"),
     ("_find_block", "masked = tiles", "pass"),
     ("_copy_step", "run.start + row", "run.start"),
     ("_copy_step", "other=0.0", "other=INF"),

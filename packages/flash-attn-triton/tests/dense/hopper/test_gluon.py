@@ -118,11 +118,11 @@ def test_forward_of_few_queries(tile, shape, features, forward, reverse):
         ("survey", "TILE.WARPGROUPS * TOKENS", "TOKENS"),
         ("survey", "slope[:, None]", "gl.max(slope, 0)"),
         ("write_block", "W * (ROWS // PACK)", "W * ROWS"),
-        ("_lse_at", "problem.heads_q + heads", "problem.heads_q + block.head"),
-        ("finish_block", "problem.sinks_ptr)", "None)"),
+        ("_lse_at", "numbers.heads_q + heads", "numbers.heads_q + block.head"),
+        ("finish_block", "tensors.sinks_ptr)", "None)"),
         ("next_tile", "head *= OPTIONS.PACK", "pass"),
         ("produce", "w * TOKENS", "w * TILE.ROWS"),
-        ("produce", "problem.heads_q // OPTIONS.PACK", "problem.heads_q"),
+        ("next_tile", "numbers.heads_q // OPTIONS.PACK", "numbers.heads_q"),
     ],
 )
 def test_forward_of_few_queries_with_a_mistake(function, right, wrong, forward):
@@ -174,17 +174,16 @@ def test_forward_of_many_sequences(forward):
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
-        ("survey", "block.sequence * problem.heads_q", "block.sequence"),
-        ("finish_block", "weight *= problem.keep_scale", "pass"),
+        ("survey", "block.sequence * numbers.heads_q", "block.sequence"),
+        ("finish_block", "weight *= numbers.keep_scale", "pass"),
         ("drop_some", "walk.block.len_k - walk.block.len_q", "0"),
         ("dropout_key", "gl.load(rng_state_ptr + 1)", "gl.load(rng_state_ptr)"),
         ("dropout_key", "seed >> 32", "seed"),
         ("drop", "c1 << 16", "c1"),
         ("drop", "upper_right, c0, ", "upper_right, c1, "),
         ("drop", "_place(rows)", "rows"),
-        ("fold", "e = drop_some(e, cols, walk, problem)", "pass"),
-        ("cross", "e = drop_some(e, cols, walk, problem)", "pass"),
-        ("begin", "e = drop_some(e, cols, walk, problem)", "pass"),
+        ("fold", "e = drop_some(e, cols, walk, program)", "pass"),
+        ("start", "drop_some(e, cols, walk, program)", "e"),
     ],
 )
 def test_dropout_with_a_mistake(function, right, wrong, forward):
@@ -204,7 +203,7 @@ def test_dropout_with_a_mistake(function, right, wrong, forward):
         ("find_block", "first += WARP", "first += WARP + 1"),
         ("find_block", "gl.maximum(before, ", "gl.maximum(0, "),
         ("_block_ends", "mask=index <= batch, other=tokens", "mask=index <= batch, other=0"),
-        ("next_tile", "sequence < batch, other=problem.tokens_q", "sequence < batch, other=0"),
+        ("next_tile", "sequence < batch, other=numbers.tokens_q", "sequence < batch, other=0"),
     ],
 )
 def test_forward_of_many_sequences_with_a_mistake(function, right, wrong, forward):
@@ -294,7 +293,8 @@ WAIT_TILE = "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)"
 ARRIVE_Q = "mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)"
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)"
 MISTAKES = [
-    ("stages", "copy_keys", "barrier_sync(FIRST + stage, PARTIES, 1)", "pass"),
+    ("stages", "copy_keys", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("stages", "copy_values", "EMPTY + TILE.STAGES_K + stage", "EMPTY + stage"),
     ("stages", "produce", "EMPTY + STAGES_K", "EMPTY"),
     ("stages", "copy_queries", "(count // TILE.BUFFERS_Q & 1) ^ 1", "count // TILE.BUFFERS_Q & 1"),
     ("stages", "produce", "high - 1 - step", "high - step"),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpr
 WAIT = "mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)"
 FORWARD_MISTAKES = [
     ("add_bias", WAIT, "pass"),
-    ("add_bias", "LOG2E / factor", "1.0"),
+    ("add_bias", "LOG2E / program.factor", "1.0"),
     ("add_bias", "stage * TILE.WARPGROUPS + W", "stage * TILE.WARPGROUPS"),
     ("add_bias", "barrier_arrive(FIRST + stage", "barrier_arrive(FIRST"),
     ("copy_bias", "if turn >= TILE.STAGES_B", "if turn < 0"),
@@ -42,7 +42,7 @@ def test_forward_with_a_mistake(function, right, wrong, biased):
 def test_hidden_rows_with_a_mistake(biased):
     def serve(reverse):
         kernel = biased("plain", reverse)
-        kernel.plant("fold", "KIND == CUT or problem.bias is not None", "KIND == CUT")
+        kernel.plant("fold", "KIND == CUT or program.bias is not None", "KIND == CUT")
 
     assert caught(serve, hiding())
 

@@ -198,14 +198,14 @@ def test_results_of_packed_sequences(tile, forward, reverse):
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
-        ("_lse_at", "problem.before.stride_lse_h", "problem.tokens_q"),
+        ("_lse_at", "numbers.stride_lse_h", "numbers.tokens_q"),
         ("finish_block", "W * (TILE.ROWS // PACK)", "W * TILE.ROWS"),
         ("finish_block", "other=NEG_INF) * LOG2E", "other=NEG_INF)"),
         ("close_softmax", "of_sink / safe", "of_sink"),
         ("close_softmax", "lse, of_sink", "lse, 1.0 - shrink"),
         ("write_block", "mbarrier.wait(full, count & 1)", "pass"),
         ("write_block", "count & 1", "count + 1 & 1"),
-        ("write_block", "copy_tile(out_descs, where, full, pipeline.out_s, W)", "pass"),
+        ("write_block", "copy_tile(program.out_descs, where, full, pipeline.out_s, W)", "pass"),
         ("add_tile", "gl.static_range(1, len(o))", "gl.static_range(0)"),
     ],
 )

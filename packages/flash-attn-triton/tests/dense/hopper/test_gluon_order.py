@@ -37,7 +37,7 @@ def functions():
 
 def structures(window, block_m=64, block_n=128, **numbers):
     """Return the numbers, options and tile of a call."""
-    from flash_attn_triton._dense.hopper.backward.structures import Numbers, Options, Tile
+    from flash_attn_triton._dense.hopper.backward.arguments import Numbers, Options, Tile
 
     from ..._linked.gluon import register
 
@@ -153,7 +153,7 @@ def test_programs_that_share_a_bias_run_side_by_side(span, by_head, functions):
 
 def _locate(number, offsets, numbers, functions, by_head=False):
     """Return what a program with this number owns."""
-    from flash_attn_triton._dense.hopper.backward.structures import Tensors
+    from flash_attn_triton._dense.hopper.backward.arguments import Tensors
 
     from ..._linked.gluon import Pointer, register
 

@@ -8,6 +8,11 @@ import pytest
 import torch
 from attn_common import detect
 from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.backward.arguments import (
+    RoundingNumbers,
+    RoundingOptions,
+    RoundingTensors,
+)
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward, draws_apart
 from flash_attn_triton._dense.hopper.backward.round_dq import round_dq_kernel
 from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
@@ -261,23 +266,19 @@ def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
     sums = torch.randn(heads, tiles, 2, 32 * parts * sum(panels), device=device)
     dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
     round_dq_kernel[(heads * tiles,)](
-        sums,
-        dq,
-        None,
-        None,
-        None,
-        0.5,
-        0,
-        1,
-        heads,
-        tokens,
-        tokens - shift,
-        tiles,
-        HAS_RIGHT=True,
-        BLOCK_M=block_m,
-        HEAD_DIM=head_dim,
-        WIDE=panels[0],
-        NARROW=panels[1],
+        *RoundingTensors(sums, dq, None, None, None),
+        *RoundingNumbers(
+            scale=0.5,
+            window_right=0,
+            batch=1,
+            heads_q=heads,
+            tokens_q=tokens,
+            tokens_k=tokens - shift,
+            tiles=tiles,
+        ),
+        OPTIONS=RoundingOptions(
+            HAS_RIGHT=True, BLOCK_M=block_m, HEAD_DIM=head_dim, WIDE=panels[0], NARROW=panels[1]
+        ),
         num_warps=4,
     )
     lines = torch.arange(64)[:, None]

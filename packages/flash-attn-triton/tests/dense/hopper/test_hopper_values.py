@@ -8,7 +8,14 @@ import pytest
 import torch
 import triton
 from attn_common import cdiv
+from flash_attn_triton._dense.hopper.forward.arguments import (
+    ValuesNumbers,
+    ValuesOptions,
+    ValuesTensors,
+)
 from flash_attn_triton._dense.hopper.forward.values import transpose_values
+from flash_attn_triton._linked.launch.entries import flat
+from flash_attn_triton._linked.portable.primitives import Strides
 
 from ..._linked.budget import Maker, offsets
 
@@ -39,25 +46,25 @@ def run_transposition(v, descales=(None,) * 3, *, window_left=-1, starts=None, u
     wide = triton.next_power_of_2(width)
     out = torch.full((slots, heads, wide, BLOCK_N), 7, dtype=torch.uint8, device=v.device)
     factors = torch.full((batch, heads, 2), math.nan, device=v.device)
+    numbers = ValuesNumbers(
+        window_left=window_left,
+        batch=batch,
+        heads_k=heads,
+        tokens_q=10,
+        tokens_k=tokens,
+        tiles=tiles,
+        v=Strides(*strides),
+    )
     transpose_values[(slots * heads,)](
-        v,
-        out,
-        factors,
-        *descales,
-        *starts,
-        used,
-        window_left,
-        batch,
-        heads,
-        10,
-        tokens,
-        tiles,
-        *strides,
-        HEAD_DIM=width,
-        HAS_LEFT=window_left >= 0,
-        DESCALE_PER_HEAD=any(d is not None and d.numel() > 1 for d in descales),
-        BLOCK_N=BLOCK_N,
-        BLOCK_D=wide,
+        *ValuesTensors(v, out, factors, *descales, *starts, used),
+        *flat(numbers),
+        OPTIONS=ValuesOptions(
+            HEAD_DIM=width,
+            HAS_LEFT=window_left >= 0,
+            DESCALE_PER_HEAD=any(d is not None and d.numel() > 1 for d in descales),
+            BLOCK_N=BLOCK_N,
+            BLOCK_D=wide,
+        ),
     )
     return out, factors
 

@@ -16,8 +16,8 @@ from ..._linked.launch.runtime import Launch, has_whole_rows, is_aligned, whole_
 from ..call import Tensors
 from ..hopper_tiles import HopperBackwardTile
 from ..portable.form import Form
+from .backward.arguments import BiasSumNumbers, BiasSumOptions, BiasSumTensors
 from .backward.sum_bias import sum_bias_kernel
-from .parameters import BiasSumConstants, BiasSumNumbers, BiasSumTensors
 
 # rows of a map: more than a GPU holds, and still an int32
 MOST_ROWS = 0x7FFF0000
@@ -152,7 +152,7 @@ class BiasSum:
         ds = torch.empty(self._shape, dtype=x.q.dtype, device="meta")
         # queries first; boxes of a step's queries and 64 keys
         self.map_of = MapForm(ds.transpose(1, 2), tile.block_m, ROWS.value, ragged=False)
-        constants = BiasSumConstants(
+        options = BiasSumOptions(
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BIAS_BATCH=planes[0] > 1,
             BIAS_HEADS=planes[1] > 1,
@@ -160,7 +160,7 @@ class BiasSum:
             BLOCK_M=BLOCK,
             BLOCK_N=BLOCK,
         )
-        self._launch = Launch(sum_bias_kernel, {**constants._asdict(), "num_warps": 4})
+        self._launch = Launch(sum_bias_kernel, {"OPTIONS": options, "num_warps": 4})
 
     def _divide(self, planes: tuple[int, int], programs: int, processors: int) -> Together:
         """Divide the backward into few launches whose sum is dbias, or not at all.
@@ -191,13 +191,17 @@ class BiasSum:
             return
         tiles_q, tiles_k = (cdiv(n, BLOCK) for n in self._tokens)
         scalars = self._form.scalars
+        batch, heads_q = self._planes
+        tokens_q, tokens_k = self._tokens
         numbers = BiasSumNumbers(
-            scalars.keep_scale,
-            scalars.window_right,
-            *self._planes,
-            *self._tokens,
-            tiles_q,
-            tiles_k,
+            keep_scale=scalars.keep_scale,
+            window_right=scalars.window_right,
+            batch=batch,
+            heads_q=heads_q,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            tiles_q=tiles_q,
+            tiles_k=tiles_k,
         )
         programs = dbias.shape[0] * dbias.shape[1] * tiles_q * tiles_k
         self._launch(programs, BiasSumTensors(ds, dbias), numbers)

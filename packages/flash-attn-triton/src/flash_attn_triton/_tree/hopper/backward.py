@@ -5,64 +5,36 @@ the queries of all segments below, of all query heads of the group, and passes o
 sums of dq lie. So the consumers walk one list of tiles: first masked tiles, then whole ones.
 """
 
+from __future__ import annotations
+
+from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors
 from ..._dense.hopper.backward.blocks import locate_keys, query_tiles
-from ..._dense.hopper.backward.kernel import allocate_sums, make_pipeline
+from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline
 from ..._dense.hopper.backward.places import DQ_TILE, FIRST_ROW
 from ..._dense.hopper.backward.producer import INF, await_consumers, copy_block
-from ..._dense.hopper.backward.steps import MADE, PARTIES, adds_by_threads, consume
-from ..._dense.hopper.backward.structures import (
-    Block,
-    Numbers,
-    Options,
-    Panels,
-    Program,
-    Tensors,
-    Tile,
-    Walk,
-)
+from ..._dense.hopper.backward.steps import MADE, PARTIES, consume
+from ..._dense.hopper.backward.structures import Block, Program, Walk
 from ..._dense.hopper.backward.wide import GIVEN, consume_gradients, consume_scores
 from ..._dense.hopper.panels import copy_tile, expect_tiles
 from ..._linked.hopper.compat import gl, gluon, mbarrier
 from ..._linked.hopper.gradients import ROWS
 from ..._linked.hopper.pipeline import EMPTY, barrier_sync, coordinates
+from ..._linked.launch.entries import entry
+from .arguments import BackwardNumbers, BackwardTensors
 from .path import next_below, run_of
-from .structures import Descent, Place, Run, TreeNumbers
+from .structures import Descent, Place, Run
 
 # a row after every key
 BEHIND = gl.constexpr(1 << 30)
-POINTERS = ("cu_seqlens_ptr", "parents_ptr")
-
-
-@gluon.constexpr_function
-def _options(group, has_softcap):
-    """Return the options of the dense consumers: causal, ragged, and nothing else."""
-    return Options(
-        GROUP=group,
-        HAS_LEFT=False,
-        HAS_RIGHT=True,
-        HAS_SOFTCAP=has_softcap,
-        RAGGED=True,
-        APART_Q=False,
-        APART_K=False,
-        BIAS_BATCH=False,
-        BIAS_HEADS=False,
-        BIAS_ROWS=False,
-        ORDERED=False,
-        ADDS_DS=False,
-        SHARES_DS=False,
-        CLEARS_DS=False,
-    )
 
 
 @gluon.jit
-def _find_block(tensors, numbers, below_ptr, GROUP: gl.constexpr, TILE: gl.constexpr):
+def _find_block(tensors, numbers, below_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(block, own, walk)``: a program's block of keys, and the queries that see it.
 
     ``own`` is the ``Walk`` over its own segment, of one head. ``walk`` counts tiles of all segments
     and of all heads of the group.
     """
-    # causal within the own segment
-    OPTIONS: gl.constexpr = _options(GROUP, False)
     found = locate_keys(gl.program_id(0), tensors, numbers, True, False, TILE.BLOCK_N)
     len_k = found.len_k
     # a slot without a block gets keys after the end, which are neither read nor written
@@ -70,8 +42,8 @@ def _find_block(tensors, numbers, below_ptr, GROUP: gl.constexpr, TILE: gl.const
     own = query_tiles(first_key, 0, found.len_q, len_k, numbers, False, OPTIONS, TILE)
     is_seen = own.end > own.begin
     below = gl.load(below_ptr + found.sequence, mask=is_seen, other=0)
-    tiles = (own.end - own.begin + below) * GROUP
-    masked = (own.whole - own.begin) * GROUP
+    tiles = (own.end - own.begin + below) * OPTIONS.GROUP
+    masked = (own.whole - own.begin) * OPTIONS.GROUP
     if first_key + TILE.BLOCK_N > len_k:
         masked = tiles
     block = Block(
@@ -152,139 +124,85 @@ def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             tile = first + step % tiles
             row = tile * BLOCK_M
             first_row = gl.where(is_below, BEHIND, row)
-            place = Place(head, row, first_row, head * descent.tiles_q + slot + tile)
+            place = Place(head, row, first_row, head * descent.numbers.tiles_q + slot + tile)
             _copy_step(turn, run, place, program, OPTIONS, TILE)
             turn += 1
         first = gl.where(is_below, 0, end)
         end = gl.where(is_below, 0, own.end)
         if first == end:
-            below = next_below(
-                run.segment,
-                block.sequence,
-                descent.segments,
-                descent.parents_ptr,
-                descent.links_ptr,
-            )
-            run = run_of(below, descent.segments, descent.cu_seqlens_ptr)
+            below = next_below(run.segment, block.sequence, descent)
+            run = run_of(below, descent.numbers.segments, descent.tensors.cu_seqlens_ptr)
             first = 0
             end = gl.cdiv(run.length, BLOCK_M)
     await_consumers(turn, EMPTY, TILE.STAGES_Q)
     await_consumers(turn, EMPTY + TILE.STAGES_Q, TILE.STAGES_O)
 
 
-@gluon.jit(do_not_specialize=TreeNumbers._fields, do_not_specialize_on_alignment=POINTERS)
+@entry(gluon.jit)
 def tree_backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    dk_desc,
-    dv_desc,
-    q_narrow_desc,
-    k_narrow_desc,
-    v_narrow_desc,
-    dout_narrow_desc,
-    dk_narrow_desc,
-    dv_narrow_desc,
-    bias_desc,
-    ds_desc,
-    sums,
-    sums_narrow,
-    lse2_ptr,
-    delta_ptr,
-    cu_seqlens_ptr,
-    parents_ptr,
-    links_ptr,
-    below_ptr,
-    scale,
-    softcap,
-    segments,
-    heads_k,
-    tokens,
-    tiles_q,
-    tiles_k,
-    GROUP: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    NARROW: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    NARROW_V: gl.constexpr,
-    STAGES_Q: gl.constexpr,
-    STAGES_O: gl.constexpr,
-    STAGES_B: gl.constexpr,
-    MAKES_DK: gl.constexpr,
-    MAKES_DV: gl.constexpr,
+    maps: Maps,
+    tensors: BackwardTensors,
+    numbers: BackwardNumbers,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
     ``p = exp2(s - lse2)`` and ``ds = p (dout v^T - delta)``, over the queries of the block's
-    segment and of all segments below. The parameters are the fields of ``Maps``, ``TreeTensors``,
-    ``TreeNumbers``, ``TreeOptions`` and ``Tile``.
+    segment and of all segments below.
     """
-    dtype: gl.constexpr = q_desc.dtype
-    OPTIONS: gl.constexpr = _options(GROUP, HAS_SOFTCAP)
     # the consumers' list contains the tiles of all heads, as if there were one head
-    LISTED: gl.constexpr = _options(1, HAS_SOFTCAP)
-    TILE: gl.constexpr = Tile(
-        BLOCK_M,
-        BLOCK_N,
-        HEAD_DIM,
-        NARROW,
-        HEAD_DIM_V,
-        NARROW_V,
-        STAGES_Q,
-        STAGES_O,
-        STAGES_B,
-        MAKES_DK,
-        MAKES_DV,
+    LISTED: gl.constexpr = Options(
+        GROUP=1,
+        HAS_LEFT=OPTIONS.HAS_LEFT,
+        HAS_RIGHT=OPTIONS.HAS_RIGHT,
+        HAS_SOFTCAP=OPTIONS.HAS_SOFTCAP,
+        RAGGED=OPTIONS.RAGGED,
     )
-    maps = Panels(
-        (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,),
-        (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,),
-        (v_desc, v_narrow_desc) if NARROW_V > 0 else (v_desc,),
-        (dout_desc, dout_narrow_desc) if NARROW_V > 0 else (dout_desc,),
-        (dk_desc, dk_narrow_desc) if NARROW > 0 else (dk_desc,),
-        (dv_desc, dv_narrow_desc) if NARROW_V > 0 else (dv_desc,),
-        bias_desc,
-        ds_desc,
-        sums if adds_by_threads(TILE) else (sums, sums_narrow) if NARROW > 0 else (sums,),
+    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    sums, starts = maps.sums, tensors.cu_seqlens_ptr
+    panels = in_panels(maps, TILE)
+    dense = Tensors(
+        lse2_ptr=tensors.lse2_ptr,
+        delta_ptr=tensors.delta_ptr,
+        cu_seqlens_q_ptr=starts,
+        cu_seqlens_k_ptr=starts,
     )
-    tensors = Tensors(lse2_ptr, delta_ptr, None, None, cu_seqlens_ptr, cu_seqlens_ptr, None, None)
-    numbers = Numbers(
-        scale,
-        softcap,
-        -1,
-        0,
-        segments,
-        heads_k,
-        tokens,
-        tokens,
-        tiles_k,
-        tiles_q,
-        0,
-        1.0,
-        0,
-        0,
-        0,
-        0,
-        heads_k,
-        1,
-        1,
+    # causal within the own segment
+    counts = Numbers(
+        scale=numbers.scale,
+        softcap=numbers.softcap,
+        window_left=-1,
+        window_right=0,
+        batch=numbers.segments,
+        heads_k=numbers.heads_k,
+        tokens_q=numbers.tokens,
+        tokens_k=numbers.tokens,
+        tiles=numbers.tiles_k,
+        tiles_q=numbers.tiles_q,
+        span=0,
+        keep_scale=1.0,
+        dropout_threshold=0,
+        stride_alibi_b=0,
+        first_sequence=0,
+        first_head=0,
+        heads_here=numbers.heads_k,
+        sequences_together=1,
+        heads_together=1,
     )
-    block, own, walk = _find_block(tensors, numbers, below_ptr, GROUP, TILE)
-    descent = Descent(cu_seqlens_ptr, parents_ptr, links_ptr, segments, tiles_q, own)
-    pipeline = make_pipeline(maps, TILE)
+    block, own, walk = _find_block(dense, counts, tensors.below_ptr, OPTIONS, TILE)
+    descent = Descent(tensors, numbers, own)
+    pipeline = make_pipeline(panels, TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places_s = gl.allocate_shared_memory(gl.int32, [2 * STAGES_Q, 1], PLAIN)
-    BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O
-    if BLOCK_N == ROWS:
+    places_s = gl.allocate_shared_memory(gl.int32, [2 * TILE.STAGES_Q, 1], PLAIN)
+    BARRIERS: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
+    if TILE.BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
+        dtype: gl.constexpr = maps.wide.q.dtype
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
         program = Program(
-            maps, pipeline, None, p_s, None, sums, tensors, numbers, block, 0, walk, places_s, None
+            panels, pipeline, None, p_s, None, sums, dense, counts, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [
@@ -297,9 +215,9 @@ def tree_backward_kernel(
         )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
-        dq_s = allocate_sums(maps, TILE)
+        dq_s = allocate_sums(panels, TILE)
         program = Program(
-            maps, pipeline, dq_s, None, None, 0, tensors, numbers, block, 0, walk, places_s, None
+            panels, pipeline, dq_s, None, None, 0, dense, counts, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [

@@ -1,121 +1,68 @@
 """Forward pass over a tree on Hopper: the dense pipeline, whose producer warp follows a path."""
 
+from __future__ import annotations
+
+from ..._dense.hopper.forward.arguments import Numbers, PanelMaps, Tensors
 from ..._dense.hopper.forward.kernel import make_pipeline
-from ..._dense.hopper.forward.structures import Options, Problem, Tile
+from ..._dense.hopper.forward.structures import Program
 from ..._linked.hopper.compat import gl, gluon
+from ..._linked.launch.entries import entry
+from .arguments import ForwardNumbers, ForwardTensors
 from .consumer import consume
 from .producer import produce
-from .structures import TreeForwardNumbers, TreeSchedule
-
-POINTERS = ("lse_ptr", "ticket_ptr", "sinks_ptr", "cu_seqlens_ptr", "parents_ptr")
 
 
-@gluon.jit(do_not_specialize=TreeForwardNumbers._fields, do_not_specialize_on_alignment=POINTERS)
+@entry(gluon.jit)
 def tree_forward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_desc,
-    lse_ptr,
-    ticket_ptr,
-    sinks_ptr,
-    cu_seqlens_ptr,
-    parents_ptr,
-    scale,
-    softcap,
-    segments,
-    heads_q,
-    tokens,
-    total,
-    GROUP: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    NARROW: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    NARROW_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr,
-    STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr,
-    STAGES_B: gl.constexpr,
-    SHARE: gl.constexpr,
-    PIPELINE: gl.constexpr,
-    LAG: gl.constexpr,
-    ORDERED: gl.constexpr,
+    maps: PanelMaps,
+    tensors: ForwardTensors,
+    numbers: ForwardNumbers,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over the keys of a path.
 
-    The programs are persistent and warp-specialised, like those of ``forward_kernel``. The
-    parameters are the fields of ``TreeForwardTensors``, ``TreeForwardNumbers``, ``TreeOptions`` and
-    ``Tile``.
+    The programs are persistent and warp-specialised, like those of ``forward_kernel``.
     """
-    # no GQA packing; causal within the own segment
-    OPTIONS: gl.constexpr = Options(
-        GROUP, 1, False, True, HAS_SOFTCAP, True, False, False, False, False
-    )
-    TILE: gl.constexpr = Tile(
-        WARPGROUPS,
-        ROWS,
-        BLOCK_N,
-        HEAD_DIM,
-        NARROW,
-        HEAD_DIM_V,
-        NARROW_V,
-        BUFFERS_Q,
-        STAGES_K,
-        STAGES_V,
-        STAGES_B,
-        SHARE,
-        PIPELINE,
-        LAG,
-        ORDERED,
-    )
-    problem = Problem(
-        lse_ptr,
-        cu_seqlens_ptr,
-        None,
-        sinks_ptr,
-        None,
-        None,
-        scale,
-        softcap,
-        1.0,
-        0,
-        -1,
-        0,
-        segments,
-        heads_q,
-        tokens,
-        0,
-        None,
-        None,
-    )
-    schedule = TreeSchedule(ticket_ptr, parents_ptr, total)
-    pipeline = make_pipeline((q_desc,), (k_desc,), (v_desc,), (out_desc,), TILE)
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    q_descs, k_descs, v_descs, out_descs = (maps.q,), (maps.k,), (maps.v,), (maps.out,)
+    pipeline = make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tails_s = gl.allocate_shared_memory(gl.int32, [STAGES_K, 1], PLAIN)
+    tails_s = gl.allocate_shared_memory(gl.int32, [TILE.STAGES_K, 1], PLAIN)
+    dense = Tensors(
+        lse_ptr=tensors.lse_ptr,
+        ticket_ptr=tensors.ticket_ptr,
+        sinks_ptr=tensors.sinks_ptr,
+        cu_seqlens_q_ptr=tensors.cu_seqlens_ptr,
+    )
+    # causal within the own segment
+    own = Numbers(
+        scale=numbers.scale,
+        softcap=numbers.softcap,
+        keep_scale=1.0,
+        dropout_threshold=0,
+        window_left=-1,
+        window_right=0,
+        batch=numbers.segments,
+        heads_q=numbers.heads_q,
+        tokens_q=numbers.tokens,
+        tokens_k=numbers.tokens,
+        tiles=0,
+        span=0,
+        last=0,
+        total=numbers.total,
+        stride_alibi_b=0,
+        stride_lse_b=0,
+        stride_lse_h=0,
+    )
+    program = Program(out_descs, pipeline, dense, own, None, None, tails_s, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),
-            (
-                produce,
-                (
-                    (q_desc,),
-                    (k_desc,),
-                    (v_desc,),
-                    pipeline,
-                    tails_s,
-                    problem,
-                    schedule,
-                    OPTIONS,
-                    TILE,
-                ),
-            ),
+            (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
+            (produce, (q_descs, k_descs, v_descs, program, tensors.parents_ptr, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],

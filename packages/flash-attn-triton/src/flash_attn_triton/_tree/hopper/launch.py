@@ -7,13 +7,12 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._dense.call import Tensors
-from ..._dense.hopper.backward import structures as backward_structures
+from ..._dense.hopper.backward import arguments as backward
 from ..._dense.hopper.backward.launch import REGISTERS
 from ..._dense.hopper.backward.maps import BackwardMaps
 from ..._dense.hopper.backward.round_dq import round_dq_kernel
-from ..._dense.hopper.forward import structures
+from ..._dense.hopper.forward import arguments as forward
 from ..._dense.hopper.forward.launch import multiprocessors
-from ..._dense.hopper.parameters import RoundingConstants, RoundingNumbers, RoundingTensors
 from ..._dense.hopper_tiles import (
     HopperBackwardTile,
     HopperTile,
@@ -31,15 +30,9 @@ from ..._linked.launch.runtime import MAX_COUNTS, Launch, dense
 from ..portable.arguments import CountTensors
 from ..portable.links import LINKS, Links
 from ..portable.walk import count_below_kernel
+from .arguments import BackwardNumbers, BackwardTensors, ForwardNumbers, ForwardTensors
 from .backward import tree_backward_kernel
 from .forward import tree_forward_kernel
-from .structures import (
-    TreeForwardNumbers,
-    TreeForwardTensors,
-    TreeNumbers,
-    TreeOptions,
-    TreeTensors,
-)
 
 
 class HopperTreeForward:
@@ -52,13 +45,21 @@ class HopperTreeForward:
         tile = tile or hopper_tile(form.widest_head, True)
         self._block = tile.block_m
         out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
-        forms = (
-            MapForm(x.q, tile.rows, wide, ragged=True),
-            MapForm(x.k, tile.block_n, wide, ragged=True),
-            MapForm(x.v, tile.block_n, wide_v, ragged=True),
-            MapForm(out, tile.rows, wide_v, ragged=True),
+        maps = forward.PanelMaps(
+            q=MapForm(x.q, tile.rows, wide, ragged=True),
+            k=MapForm(x.k, tile.block_n, wide, ragged=True),
+            v=MapForm(x.v, tile.block_n, wide_v, ragged=True),
+            out=MapForm(out, tile.rows, wide_v, ragged=True),
         )
-        shape = structures.Tile(
+        # causal within the own segment
+        options = forward.Options(
+            GROUP=form.group,
+            HAS_LEFT=False,
+            HAS_RIGHT=True,
+            HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
+            RAGGED=True,
+        )
+        shape = forward.Tile(
             WARPGROUPS=tile.warpgroups,
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
@@ -75,9 +76,9 @@ class HopperTreeForward:
             LAG=tile.lag,
             ORDERED=tile.ordered,
         )
-        constants = _options(form)._asdict() | shape._asdict()
+        kind = {"num_warps": 4, "maxnreg": tile.registers}
         self._launch = MappingLaunch(
-            tree_forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}, forms
+            tree_forward_kernel, {"OPTIONS": options, "TILE": shape, **kind}, maps
         )
 
     def takes(self, tokens: int) -> bool:
@@ -93,18 +94,24 @@ class HopperTreeForward:
         total = self._total(tokens)
         self._launch(
             min(multiprocessors(q.device), total),
-            TreeForwardTensors(
-                q,
-                x.k,
-                x.v,
-                out,
-                lse,
-                new_ticket(q.device),
-                dense(x.sinks),
-                dense(x.cu_seqlens_q),
-                dense(parents),
+            (
+                *forward.PanelMaps(q=q, k=x.k, v=x.v, out=out),
+                *ForwardTensors(
+                    lse_ptr=lse,
+                    ticket_ptr=new_ticket(q.device),
+                    sinks_ptr=dense(x.sinks),
+                    cu_seqlens_ptr=dense(x.cu_seqlens_q),
+                    parents_ptr=dense(parents),
+                ),
             ),
-            TreeForwardNumbers(*form.scalars[:2], form.batch, form.heads_q, tokens, total),
+            ForwardNumbers(
+                scale=form.scalars.scale,
+                softcap=form.scalars.softcap,
+                segments=form.batch,
+                heads_q=form.heads_q,
+                tokens=tokens,
+                total=total,
+            ),
         )
         return out, lse
 
@@ -121,7 +128,14 @@ class HopperTreeBackward:
             form.widest_head, form.constants.HAS_SOFTCAP
         )
         (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
-        shape = backward_structures.Tile(
+        options = backward.Options(
+            GROUP=form.group,
+            HAS_LEFT=False,
+            HAS_RIGHT=True,
+            HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
+            RAGGED=True,
+        )
+        shape = backward.Tile(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             HEAD_DIM=wide,
@@ -134,8 +148,8 @@ class HopperTreeBackward:
             MAKES_DK=True,
             MAKES_DV=True,
         )
-        constants = _options(form)._asdict() | shape._asdict()
-        self._constants = {**constants, "num_warps": 4, "maxnreg": REGISTERS}
+        kind = {"num_warps": 4, "maxnreg": REGISTERS}
+        self._constants = {"OPTIONS": options, "TILE": shape, **kind}
         # by strides of the output's gradient, which the signature does not fix
         self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
         self._link = Links()
@@ -143,8 +157,14 @@ class HopperTreeBackward:
             count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
         )
         # no row comes before all keys
-        rounding = RoundingConstants(False, tile.block_m, form.head_dim, wide, narrow)
-        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        rounding = backward.RoundingOptions(
+            HAS_RIGHT=False,
+            BLOCK_M=tile.block_m,
+            HEAD_DIM=form.head_dim,
+            WIDE=wide,
+            NARROW=narrow,
+        )
+        self._round = Launch(round_dq_kernel, {"OPTIONS": rounding, "num_warps": 4})
         self._maps = BackwardMaps(form, tile, ragged=True)
 
     def new_sums(self, q: Tensor) -> Tensor:
@@ -174,17 +194,34 @@ class HopperTreeBackward:
             dout.stride(),
             MappingLaunch(tree_backward_kernel, self._constants, self._maps.forms(mapped)),
         )
-        tensors = TreeTensors(
-            inputs.lse2_ptr, inputs.delta_ptr, cu_seqlens, parents, self._link(parents), below
+        tensors = BackwardTensors(
+            lse2_ptr=inputs.lse2_ptr,
+            delta_ptr=inputs.delta_ptr,
+            cu_seqlens_ptr=cu_seqlens,
+            parents_ptr=parents,
+            links_ptr=self._link(parents),
+            below_ptr=below,
         )
-        numbers = TreeNumbers(*scalars[:2], form.batch, form.heads_k, tokens, tiles_q, tiles_k)
+        numbers = BackwardNumbers(
+            scale=scalars.scale,
+            softcap=scalars.softcap,
+            segments=form.batch,
+            heads_k=form.heads_k,
+            tokens=tokens,
+            tiles_q=tiles_q,
+            tiles_k=tiles_k,
+        )
         launch(tiles_k * form.heads_k, (*self._maps(mapped, sums), *tensors), numbers)
         self._round(
             self._slots(q),
-            RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
-            RoundingNumbers(scalars.scale, 0, form.batch, form.heads_q, tokens, tokens, tiles_q),
+            backward.RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
+            backward.RoundingNumbers(
+                scale=scalars.scale,
+                window_right=0,
+                batch=form.batch,
+                heads_q=form.heads_q,
+                tokens_q=tokens,
+                tokens_k=tokens,
+                tiles=tiles_q,
+            ),
         )
-
-
-def _options(form: Form) -> TreeOptions:
-    return TreeOptions(GROUP=form.group, HAS_SOFTCAP=form.constants.HAS_SOFTCAP)

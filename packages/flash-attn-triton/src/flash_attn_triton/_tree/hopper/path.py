@@ -22,10 +22,11 @@ def parent_of(segment, segments, parents_ptr):
 
 
 @gluon.jit
-def next_below(segment, root, segments, parents_ptr, links_ptr):
+def next_below(segment, root, descent):
     """Return the segment after this one in the preorder of all below ``root``; -1 at the end."""
+    links_ptr, segments = descent.tensors.links_ptr, descent.numbers.segments
     found = gl.load(links_ptr + segment)  # first child
     while (found < 0) & (segment != root):
         found = gl.load(links_ptr + segments + segment)  # next sibling
-        segment = gl.load(parents_ptr + segment)
+        segment = gl.load(descent.tensors.parents_ptr + segment)
     return found

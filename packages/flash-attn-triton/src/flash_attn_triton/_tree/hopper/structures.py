@@ -7,47 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# ---- forward
-
-
-class TreeForwardTensors(NamedTuple):
-    """Maps and tensors of ``tree_forward_kernel``; ``sinks_ptr`` is optional."""
-
-    q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    out_desc: Any
-    lse_ptr: Any
-    ticket_ptr: Any
-    sinks_ptr: Any
-    cu_seqlens_ptr: Any
-    parents_ptr: Any
-
-
-class TreeForwardNumbers(NamedTuple):
-    """Numbers of ``tree_forward_kernel``."""
-
-    scale: Any
-    softcap: Any
-    segments: Any
-    heads_q: Any
-    tokens: Any
-    total: Any  # an upper bound of the number of blocks of queries
-
-
-class TreeOptions(NamedTuple):
-    """Constants of a call's signature."""
-
-    GROUP: Any  # query heads per key head
-    HAS_SOFTCAP: Any
-
-
-class TreeSchedule(NamedTuple):
-    """Values that only the producer of the forward reads."""
-
-    ticket_ptr: Any  # tile counter: the blocks of queries that programs have taken
-    parents_ptr: Any
-    total: Any
+from .arguments import BackwardNumbers, BackwardTensors
 
 
 class Run(NamedTuple):
@@ -73,40 +33,11 @@ class Path(NamedTuple):
     wholes: Any  # number of tiles that all rows see whole, in all segments
 
 
-# ---- backward
-
-
-class TreeTensors(NamedTuple):
-    """The tensors of ``tree_backward_kernel`` that have no map."""
-
-    lse2_ptr: Any  # base-2 LSE: [heads_q, tokens]
-    delta_ptr: Any  # [heads_q, tokens]
-    cu_seqlens_ptr: Any
-    parents_ptr: Any
-    links_ptr: Any  # [2, segments]; see ``link_kernel``
-    below_ptr: Any  # [segments]; see ``count_below_kernel``
-
-
-class TreeNumbers(NamedTuple):
-    """The numbers of ``tree_backward_kernel``."""
-
-    scale: Any
-    softcap: Any
-    segments: Any
-    heads_k: Any
-    tokens: Any
-    tiles_q: Any  # slots for the tiles of queries of all segments
-    tiles_k: Any  # slots for the blocks of keys of all segments
-
-
 class Descent(NamedTuple):
     """Values with which the producer of the backward finds the segments below."""
 
-    cu_seqlens_ptr: Any
-    parents_ptr: Any
-    links_ptr: Any
-    segments: Any
-    tiles_q: Any
+    tensors: BackwardTensors
+    numbers: BackwardNumbers
     own: Any  # the ``Walk`` over the queries of the block's own segment, of one head
 
 

@@ -9,26 +9,21 @@ The block's part of dq is added in fp32 to a buffer in memory, in the order of t
 registers: by TMA, or above head dim 128 by the threads. ``round_dq`` restores the order of dq.
 """
 
+from __future__ import annotations
+
 from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.pipeline import EMPTY, barriers
+from ...._linked.launch.entries import entry
 from ..panels import allocate
+from .arguments import Maps, Numbers, Tensors
 from .bias import make_ring
 from .blocks import find_block
 from .order import add_in_order, pass_turns
 from .producer import produce
 from .shared_bias import keep_shared, share_block
 from .steps import MADE, adds_by_threads, consume
-from .structures import (
-    Numbers,
-    Options,
-    Order,
-    Panels,
-    Pipeline,
-    Program,
-    Tensors,
-    Tile,
-)
+from .structures import Order, Panels, Pipeline, Program
 from .values import consume_values, make_value_pipeline
 from .wide import GIVEN, consume_gradients, consume_scores
 
@@ -74,85 +69,28 @@ def allocate_sums(maps, TILE: gl.constexpr):
     return dq_s
 
 
-@gluon.jit(
-    do_not_specialize=Numbers._fields,
-    do_not_specialize_on_alignment=[
-        "alibi_slopes_ptr",
-        "rng_state_ptr",
-        "cu_seqlens_q_ptr",
-        "cu_seqlens_k_ptr",
-        "seqused_k_ptr",
-    ],
-)
+@gluon.jit
+def in_panels(maps, TILE: gl.constexpr):
+    """Return the maps as ``Panels``."""
+    wide, narrow, sums = maps.wide, maps.narrow, maps.sums
+    HAS_NARROW: gl.constexpr = TILE.NARROW > 0
+    HAS_NARROW_V: gl.constexpr = TILE.NARROW_V > 0
+    return Panels(
+        (wide.q, narrow.q) if HAS_NARROW else (wide.q,),
+        (wide.k, narrow.k) if HAS_NARROW else (wide.k,),
+        (wide.v, narrow.v) if HAS_NARROW_V else (wide.v,),
+        (wide.dout, narrow.dout) if HAS_NARROW_V else (wide.dout,),
+        (wide.dk, narrow.dk) if HAS_NARROW else (wide.dk,),
+        (wide.dv, narrow.dv) if HAS_NARROW_V else (wide.dv,),
+        maps.bias,
+        maps.ds,
+        sums if adds_by_threads(TILE) else (sums, maps.sums_narrow) if HAS_NARROW else (sums,),
+    )
+
+
+@entry(gluon.jit)
 def backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    dk_desc,
-    dv_desc,
-    q_narrow_desc,
-    k_narrow_desc,
-    v_narrow_desc,
-    dout_narrow_desc,
-    dk_narrow_desc,
-    dv_narrow_desc,
-    bias_desc,
-    ds_desc,
-    sums,
-    sums_narrow,
-    lse2_ptr,
-    delta_ptr,
-    alibi_slopes_ptr,
-    rng_state_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    counters_ptr,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    batch,
-    heads_k,
-    tokens_q,
-    tokens_k,
-    tiles,
-    tiles_q,
-    span,
-    keep_scale,
-    dropout_threshold,
-    stride_alibi_b,
-    first_sequence,
-    first_head,
-    heads_here,
-    sequences_together,
-    heads_together,
-    GROUP: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    RAGGED: gl.constexpr,
-    APART_Q: gl.constexpr,
-    APART_K: gl.constexpr,
-    BIAS_BATCH: gl.constexpr,
-    BIAS_HEADS: gl.constexpr,
-    BIAS_ROWS: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ADDS_DS: gl.constexpr,
-    SHARES_DS: gl.constexpr,
-    CLEARS_DS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    NARROW: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    NARROW_V: gl.constexpr,
-    STAGES_Q: gl.constexpr,
-    STAGES_O: gl.constexpr,
-    STAGES_B: gl.constexpr,
-    MAKES_DK: gl.constexpr,
-    MAKES_DV: gl.constexpr,
+    maps: Maps, tensors: Tensors, numbers: Numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
@@ -162,101 +100,35 @@ def backward_kernel(
     ``ds = c p (m dout v^T - delta / c)``. A program writes dk and dv of the block, of one key head,
     and adds its part to the sums of dq.
     """
-    dtype: gl.constexpr = q_desc.dtype
-    OPTIONS: gl.constexpr = Options(
-        GROUP,
-        HAS_LEFT,
-        HAS_RIGHT,
-        HAS_SOFTCAP,
-        RAGGED,
-        APART_Q,
-        APART_K,
-        BIAS_BATCH,
-        BIAS_HEADS,
-        BIAS_ROWS,
-        ORDERED,
-        ADDS_DS,
-        SHARES_DS,
-        CLEARS_DS,
-    )
-    TILE: gl.constexpr = Tile(
-        BLOCK_M,
-        BLOCK_N,
-        HEAD_DIM,
-        NARROW,
-        HEAD_DIM_V,
-        NARROW_V,
-        STAGES_Q,
-        STAGES_O,
-        STAGES_B,
-        MAKES_DK,
-        MAKES_DV,
-    )
-    maps = Panels(
-        (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,),
-        (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,),
-        (v_desc, v_narrow_desc) if NARROW_V > 0 else (v_desc,),
-        (dout_desc, dout_narrow_desc) if NARROW_V > 0 else (dout_desc,),
-        (dk_desc, dk_narrow_desc) if NARROW > 0 else (dk_desc,),
-        (dv_desc, dv_narrow_desc) if NARROW_V > 0 else (dv_desc,),
-        bias_desc,
-        ds_desc,
-        sums if adds_by_threads(TILE) else (sums, sums_narrow) if NARROW > 0 else (sums,),
-    )
-    tensors = Tensors(
-        lse2_ptr,
-        delta_ptr,
-        alibi_slopes_ptr,
-        rng_state_ptr,
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        seqused_k_ptr,
-        counters_ptr,
-    )
-    numbers = Numbers(
-        scale,
-        softcap,
-        window_left,
-        window_right,
-        batch,
-        heads_k,
-        tokens_q,
-        tokens_k,
-        tiles,
-        tiles_q,
-        span,
-        keep_scale,
-        dropout_threshold,
-        stride_alibi_b,
-        first_sequence,
-        first_head,
-        heads_here,
-        sequences_together,
-        heads_together,
-    )
+    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    dtype: gl.constexpr = maps.wide.q.dtype
+    panels = in_panels(maps, TILE)
     block, walk, dq_at = find_block(
-        tensors, numbers, bias_desc is not None, ds_desc is not None, OPTIONS, TILE
+        tensors, numbers, maps.bias is not None, maps.ds is not None, OPTIONS, TILE
     )
-    if MAKES_DK:
-        pipeline = make_pipeline(maps, TILE)
+    if TILE.MAKES_DK:
+        pipeline = make_pipeline(panels, TILE)
     else:
-        pipeline = make_value_pipeline(maps, TILE)
+        pipeline = make_value_pipeline(panels, TILE)
     bias = None
-    if bias_desc is not None:
-        bias = make_ring(bias_desc, OPTIONS, TILE)
-    BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O + STAGES_B
+    if maps.bias is not None:
+        bias = make_ring(maps.bias, OPTIONS, TILE)
+    BARRIERS: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O + TILE.STAGES_B
     # elements of a tile of dq
-    SIZE: gl.constexpr = BLOCK_M * (HEAD_DIM + NARROW)
+    SIZE: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW)
     order = None
-    if ORDERED:
-        order = Order(counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
-    elif SHARES_DS:
-        gl.static_assert(MAKES_DK and BLOCK_N > ROWS and not HAS_LEFT, "another way to sum dbias")
+    if OPTIONS.ORDERED:
+        order = Order(tensors.counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
+    elif OPTIONS.SHARES_DS:
+        gl.static_assert(
+            TILE.MAKES_DK and TILE.BLOCK_N > ROWS and not OPTIONS.HAS_LEFT,
+            "another way to sum dbias",
+        )
         order = share_block(block, tensors, numbers, TILE)
-    if not MAKES_DK:
+    if not TILE.MAKES_DK:
         gl.static_assert(BARRIERS <= 16, "stages outnumber the barriers")
         program = Program(
-            maps, pipeline, None, None, bias, 0, tensors, numbers, block, 0, walk, None, order
+            panels, pipeline, None, None, bias, 0, tensors, numbers, block, 0, walk, None, order
         )
         gl.warp_specialize(
             [
@@ -267,16 +139,16 @@ def backward_kernel(
             [4, 1],
             [240, 24],
         )
-    elif BLOCK_N == ROWS:
+    elif TILE.BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
-        at = sums + dq_at * SIZE
-        pitch = tiles_q.to(gl.int64) * SIZE
+        at = maps.sums + dq_at * SIZE
+        pitch = numbers.tiles_q.to(gl.int64) * SIZE
         program = Program(
-            maps, pipeline, None, p_s, bias, at, tensors, numbers, block, pitch, walk, None, order
+            panels, pipeline, None, p_s, bias, at, tensors, numbers, block, pitch, walk, None, order
         )
-        if ORDERED:
+        if OPTIONS.ORDERED:
             gl.warp_specialize(
                 [
                     (consume_scores, (program, OPTIONS, TILE)),
@@ -302,14 +174,26 @@ def backward_kernel(
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
         dq_s = None
         if not adds_by_threads(TILE):
-            dq_s = allocate_sums(maps, TILE)
+            dq_s = allocate_sums(panels, TILE)
         # in rows of the maps
         at = (dq_at * (SIZE // 32)).to(gl.int32)
-        pitch = tiles_q * (SIZE // 32)
+        pitch = numbers.tiles_q * (SIZE // 32)
         program = Program(
-            maps, pipeline, dq_s, None, bias, at, tensors, numbers, block, pitch, walk, None, order
+            panels,
+            pipeline,
+            dq_s,
+            None,
+            bias,
+            at,
+            tensors,
+            numbers,
+            block,
+            pitch,
+            walk,
+            None,
+            order,
         )
-        if ORDERED:
+        if OPTIONS.ORDERED:
             gl.warp_specialize(
                 [
                     (consume, (0, program, OPTIONS, TILE)),
@@ -321,7 +205,7 @@ def backward_kernel(
                 [4, 1, 1, 1],
                 [240, 24, 24, 24],
             )
-        elif SHARES_DS:
+        elif OPTIONS.SHARES_DS:
             gl.warp_specialize(
                 [
                     (consume, (0, program, OPTIONS, TILE)),

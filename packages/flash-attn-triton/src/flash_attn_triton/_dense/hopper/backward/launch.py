@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from attn_common import cdiv, round_up
@@ -24,8 +24,7 @@ from ...portable.arguments import Extras, Inputs
 from ...portable.form import Form
 from ..bias_launch import BiasForm, BiasSum, Together, dimensions_of, side_by_side
 from ..forward import launch as forward_launch
-from ..parameters import RoundingConstants, RoundingNumbers
-from . import structures as backward_structures
+from .arguments import Numbers, Options, RoundingNumbers, RoundingOptions, Tile
 from .kernel import backward_kernel
 from .maps import BackwardMaps, Six
 from .round_dq import round_dq_kernel
@@ -70,9 +69,9 @@ class Work(NamedTuple):
     """Arguments of the launches that depend on the token counts of queries and keys."""
 
     grid: int
-    numbers: backward_structures.Numbers
+    numbers: Numbers
     # one for each launch that stores gradients of scores; these launches divide the grid
-    parts: tuple[backward_structures.Numbers, ...]
+    parts: tuple[Numbers, ...]
     # tiles of queries of all heads; one program rounds each
     slots: int
     rounding: RoundingNumbers
@@ -112,21 +111,18 @@ class HopperBackward:
         bias = self._map_bias = None
         if x.bias is not None:
             bias = self._map_bias = BiasForm(x.bias, tile.block_m, keys)
-        options = backward_structures.Options(
+        options = Options(
             GROUP=form.group,
             HAS_LEFT=form.constants.HAS_LEFT,
             HAS_RIGHT=form.constants.HAS_RIGHT,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
             ORDERED=ordered,
-            ADDS_DS=False,
-            SHARES_DS=False,
-            CLEARS_DS=False,
             **draws_apart(form, x),
             **dimensions_of(bias),
         )
         (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
-        shape = backward_structures.Tile(
+        shape = Tile(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             HEAD_DIM=wide,
@@ -139,12 +135,13 @@ class HopperBackward:
             MAKES_DK=True,
             MAKES_DV=not tile.is_apart,
         )
-        self._constants = options._asdict() | shape._asdict()
-        self._values_constants: dict[str, Any] | None = None
+        self._options, self._shape = options, shape
+        self._values_shape: Tile | None = None
         if tile.is_apart:
             stages = VALUE_STAGES
-            shape = shape._replace(STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True)
-            self._values_constants = self._constants | shape._asdict()
+            self._values_shape = shape._replace(
+                STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True
+            )
         # by strides of the output's gradient, which the signature does not fix
         self._launches: Memory[Launches] = Memory(MAX_COUNTS)
         # with a softcap, the kernel's ds is not the gradient of the logits
@@ -158,14 +155,14 @@ class HopperBackward:
             together = None if ordered else self._together
             summed = BiasSum(form, x, tile, forward_launch.multiprocessors(x.q.device), together)
             self._bias_sum = summed if summed.fits else None
-        rounding = RoundingConstants(
+        rounding = RoundingOptions(
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BLOCK_M=tile.block_m,
             HEAD_DIM=form.head_dim,
             WIDE=wide,
             NARROW=narrow,
         )
-        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        self._round = Launch(round_dq_kernel, {"OPTIONS": rounding, "num_warps": 4})
         self._maps = BackwardMaps(form, tile, ragged=ragged)
 
     def is_worth_it(self, tokens_q: int) -> bool:
@@ -227,7 +224,7 @@ class HopperBackward:
         launches = self._launches.get(strides) or self._launches.keep(
             strides, self._launches_of(mapped)
         )
-        tensors = (  # the fields of backward_structures.Maps and Tensors
+        tensors = (  # the fields of Maps and arguments.Tensors
             *self._maps(mapped, sums, extras.bias_ptr, None if ds is None else ds.transpose(1, 2)),
             lse2,
             delta,
@@ -264,19 +261,18 @@ class HopperBackward:
     def _launches_of(self, mapped: Six) -> Launches:
         """Return the launches for tensors with these strides."""
         bias, summed = self._map_bias, self._bias_sum
-        ds, kept = (summed.map_of, summed.constants) if summed else (None, {})
-        kind = {"num_warps": 4, "maxnreg": REGISTERS}
+        ds = summed.map_of if summed else None
+        options, shape = self._options, self._shape
 
-        def launch(constants: dict[str, Any], ds: MapForm | None = None) -> MappingLaunch:
-            return MappingLaunch(
-                backward_kernel, constants | kind, self._maps.forms(mapped, bias, ds)
-            )
+        def launch(options: Options, shape: Tile, ds: MapForm | None = None) -> MappingLaunch:
+            constants = {"OPTIONS": options, "TILE": shape, "num_warps": 4, "maxnreg": REGISTERS}
+            return MappingLaunch(backward_kernel, constants, self._maps.forms(mapped, bias, ds))
 
         return Launches(
-            plain=launch(self._constants),
-            keeping=launch(self._constants | kept, ds),
-            adding=launch(self._constants | {"ADDS_DS": True}, ds),
-            values=launch(self._values_constants) if self._values_constants else None,
+            plain=launch(options, shape),
+            keeping=launch(options._replace(**summed.constants) if summed else options, shape, ds),
+            adding=launch(options._replace(ADDS_DS=True), shape, ds),
+            values=launch(options, self._values_shape) if self._values_shape else None,
         )
 
     def _span(self, tokens_q: int) -> int:
@@ -293,25 +289,27 @@ class HopperBackward:
         form, tile, scalars = self._form, self._tile, self._form.scalars
         tiles_k = form.tiles(tokens_k, tile.block_n)
         tiles_q = form.tiles(tokens_q, tile.block_m)
-        numbers = backward_structures.Numbers(
-            scalars.scale,
-            scalars.softcap,
-            scalars.window_left,
-            scalars.window_right,
-            form.batch,
-            form.heads_k,
-            tokens_q,
-            tokens_k,
-            tiles_k,
-            tiles_q,
-            self._span(tokens_q),
-            scalars.keep_scale,
-            scalars.dropout_threshold,
-            form.strides.alibi,
-            0,
-            0,
-            form.heads_k,
-            *(self._bias_sum.together if self._bias_sum else Together()),
+        together = self._bias_sum.together if self._bias_sum else Together()
+        numbers = Numbers(
+            scale=scalars.scale,
+            softcap=scalars.softcap,
+            window_left=scalars.window_left,
+            window_right=scalars.window_right,
+            batch=form.batch,
+            heads_k=form.heads_k,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            tiles=tiles_k,
+            tiles_q=tiles_q,
+            span=self._span(tokens_q),
+            keep_scale=scalars.keep_scale,
+            dropout_threshold=scalars.dropout_threshold,
+            stride_alibi_b=form.strides.alibi,
+            first_sequence=0,
+            first_head=0,
+            heads_here=form.heads_k,
+            sequences_together=together.sequences,
+            heads_together=together.heads,
         )
         division = self._bias_sum.parts if self._bias_sum else Together()
         parts = tuple(
@@ -324,13 +322,13 @@ class HopperBackward:
             for heads in range(division.heads)
         )
         rounding = RoundingNumbers(
-            scalars.scale * scalars.keep_scale,
-            scalars.window_right,
-            form.batch,
-            form.heads_q,
-            tokens_q,
-            tokens_k,
-            tiles_q,
+            scale=scalars.scale * scalars.keep_scale,
+            window_right=scalars.window_right,
+            batch=form.batch,
+            heads_q=form.heads_q,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            tiles=tiles_q,
         )
         grid = tiles_k * form.heads_k * form.grid_batch
         slots = tiles_q * form.heads_q * form.grid_batch

@@ -10,12 +10,13 @@ from torch import Tensor
 from ...._linked.hopper.compat import gl
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.tma import MapForm
+from ...._linked.launch.entries import flat
 from ...hopper_tiles import HopperBackwardTile, panels_of
 from ...portable.arguments import PIECE
 from ...portable.form import Form
 from ..bias_launch import MOST_ROWS
 from ..forward.launch import narrow_panels
-from . import structures as backward_structures
+from .arguments import Maps, PanelMaps
 
 # q, k, v, the output's gradient, dk and dv
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -66,16 +67,18 @@ class BackwardMaps:
 
     def forms(
         self, tensors: Six, bias: MapForm | None = None, ds: MapForm | None = None
-    ) -> backward_structures.Maps:
+    ) -> tuple[MapForm | None, ...]:
         """Return a map for each tensor that ``__call__`` returns."""
         wide, narrow = (
-            [
-                MapForm(t, rows, width, ragged=self._ragged) if width else None
-                for t, rows, width in zip(tensors, self._rows, widths, strict=True)
-            ]
+            PanelMaps(
+                *(
+                    MapForm(t, rows, width, ragged=self._ragged) if width else None
+                    for t, rows, width in zip(tensors, self._rows, widths, strict=True)
+                )
+            )
             for widths in (self._wide, self._narrow)
         )
-        return backward_structures.Maps(*wide, *narrow, bias, ds, self._sums, self._sums_narrow)
+        return flat(Maps(wide, narrow, bias, ds, self._sums, self._sums_narrow))
 
     def __call__(
         self,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...._linked.launch.entries import entry
 from ...portable.primitives import count_keys
 from ...portable.schedule import locate
-from ..parameters import RoundingNumbers
+from .arguments import RoundingNumbers, RoundingTensors
 
 
 @triton.jit
@@ -18,29 +19,8 @@ def _load_half(sums_ptr, WIDTH: tl.constexpr):
     return tl.reshape(sums, (64, WIDTH))
 
 
-@triton.jit(
-    do_not_specialize=RoundingNumbers._fields,
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr"],
-)
-def round_dq_kernel(
-    sums_ptr,
-    dq_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    scale,
-    window_right,
-    batch,
-    heads_q,
-    tokens_q,
-    tokens_k,
-    tiles,
-    HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    NARROW: tl.constexpr,
-):
+@entry(triton.jit)
+def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS: tl.constexpr):
     """``dq = scale * sums``, rounded, of a tile of queries.
 
     Each of two warpgroups summed half of the tile's columns, or with 128 queries half of its rows.
@@ -48,15 +28,19 @@ def round_dq_kernel(
     is ``[heads, tiles, 2, 64 * width]`` in fp32. Dimensions within a panel: eights of columns,
     warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
     """
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    WIDE: tl.constexpr = OPTIONS.WIDE
+    NARROW: tl.constexpr = OPTIONS.NARROW
     PARTS: tl.constexpr = BLOCK_M // 64
     block, sequence, head, q_start, _k_start, len_q, len_k = locate(
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        batch,
-        heads_q,
-        tokens_q,
-        tokens_k,
-        tiles,
+        tensors.cu_seqlens_q_ptr,
+        tensors.cu_seqlens_k_ptr,
+        numbers.batch,
+        numbers.heads_q,
+        numbers.tokens_q,
+        numbers.tokens_k,
+        numbers.tiles,
         1,
         BLOCK_M,
         BALANCE=False,
@@ -64,13 +48,13 @@ def round_dq_kernel(
     )
     if block < 0:
         return
-    len_k = count_keys(seqused_k_ptr, sequence, batch, len_k)
-    sequence = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
+    len_k = count_keys(tensors.seqused_k_ptr, sequence, numbers.batch, len_k)
+    sequence = tl.maximum(tl.minimum(sequence, numbers.batch - 1), 0).to(tl.int64)
     shift = 0
-    if HAS_RIGHT:
+    if OPTIONS.HAS_RIGHT:
         # rows before the first one that sees a key have no sums
-        shift = tl.minimum(tl.maximum(len_q - len_k - window_right, 0), len_q)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * (WIDE + NARROW))
+        shift = tl.minimum(tl.maximum(len_q - len_k - numbers.window_right, 0), len_q)
+    sums_ptr = tensors.sums_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * (WIDE + NARROW))
     for half in tl.static_range(2):
         for panel in tl.static_range(2 if NARROW > 0 else 1):
             # begin of the panel's sums, then its rows and columns
@@ -82,15 +66,16 @@ def round_dq_kernel(
                 rows += half * 64
             else:
                 cols += half * sums.shape[1]
-            if cu_seqlens_q_ptr is None:
-                token = sequence * tokens_q + rows
+            if tensors.cu_seqlens_q_ptr is None:
+                token = sequence * numbers.tokens_q + rows
             else:
                 token = q_start + rows
             # dq is contiguous: [tokens, heads_q, HEAD_DIM]
-            pointers = dq_ptr + ((token * heads_q + head) * HEAD_DIM)[:, None] + cols[None, :]
+            row_at = (token * numbers.heads_q + head) * HEAD_DIM
+            pointers = tensors.dq_ptr + row_at[:, None] + cols[None, :]
             inside = (cols < HEAD_DIM)[None, :]
-            dq = (sums * scale).to(dq_ptr.dtype.element_ty)
-            ahead = shift.to(tl.int64) * heads_q * HEAD_DIM if HAS_RIGHT else 0
+            dq = (sums * numbers.scale).to(tensors.dq_ptr.dtype.element_ty)
+            ahead = shift.to(tl.int64) * numbers.heads_q * HEAD_DIM if OPTIONS.HAS_RIGHT else 0
             tl.store(pointers + ahead, dq, mask=(rows + shift < len_q)[:, None] & inside)
-            if HAS_RIGHT:
+            if OPTIONS.HAS_RIGHT:
                 tl.store(pointers, tl.zeros_like(dq), mask=(rows < shift)[:, None] & inside)

@@ -1,37 +1,14 @@
 """Structures of arguments of the device functions of the Hopper backward.
 
 Fields in upper case are constants of a build, passed as ``gl.constexpr``; fields in lower case are
-run-time values. The entry takes the fields of ``Maps``, ``Tensors``, ``Numbers``, ``Options`` and
-``Tile`` as its parameters, in this order.
+run-time values.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-
-class Maps(NamedTuple):
-    """The tensor maps of TMA, and the sums of dq, as the host passes them.
-
-    Maps of narrow panels are None without narrow panels; ``bias_desc`` and ``ds_desc`` may be None.
-    """
-
-    q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    dout_desc: Any
-    dk_desc: Any
-    dv_desc: Any
-    q_narrow_desc: Any
-    k_narrow_desc: Any
-    v_narrow_desc: Any
-    dout_narrow_desc: Any
-    dk_narrow_desc: Any
-    dv_narrow_desc: Any
-    bias_desc: Any
-    ds_desc: Any  # stored gradients of scores; see ``keep_gradient``
-    sums: Any  # of dq: a map, or a pointer; see ``adds_by_threads``
-    sums_narrow: Any  # if ``sums`` is a map: the map of the narrow panels
+from .arguments import Numbers, Tensors
 
 
 class Panels(NamedTuple):
@@ -46,83 +23,6 @@ class Panels(NamedTuple):
     bias_desc: Any
     ds_desc: Any
     sums: Any  # a tuple of maps, or a pointer, to which the threads add
-
-
-class Tensors(NamedTuple):
-    """The other tensors of a call."""
-
-    lse2_ptr: Any  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
-    delta_ptr: Any  # the same shape
-    alibi_slopes_ptr: Any  # None, or [heads_q] for each sequence
-    rng_state_ptr: Any  # None without dropout
-    cu_seqlens_q_ptr: Any  # None, or [batch + 1]
-    cu_seqlens_k_ptr: Any
-    seqused_k_ptr: Any  # None, or [batch]
-    # 0 before the launch. With ``ORDERED``: the number of programs that have begun, then for each
-    # half of a tile of dq the number of additions to it. With ``SHARES_DS``: for each block of keys
-    # of a shared bias, the programs that have begun and the tiles of its gradient that are stored
-    counters_ptr: Any
-
-
-class Numbers(NamedTuple):
-    """The numbers of a call."""
-
-    scale: Any
-    softcap: Any
-    window_left: Any
-    window_right: Any
-    batch: Any
-    heads_k: Any
-    tokens_q: Any  # of a sequence; packed: of all sequences
-    tokens_k: Any
-    tiles: Any  # blocks of keys of a sequence; packed: slots for the blocks of all sequences
-    tiles_q: Any  # the same for tiles of queries
-    span: Any  # heads that are walked together
-    keep_scale: Any  # factor of kept probabilities; see ``_reference/philox.py``
-    dropout_threshold: Any  # draws below it are dropped
-    stride_alibi_b: Any
-    # with stored gradients of scores: the sequences and key heads of a launch
-    first_sequence: Any
-    first_head: Any
-    heads_here: Any  # key heads of each sequence
-    # with shared gradients of scores: how many neighbours add theirs up in memory
-    sequences_together: Any
-    heads_together: Any  # key heads
-
-
-class Options(NamedTuple):
-    """Constants of a call's signature."""
-
-    GROUP: Any  # query heads per key head
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    RAGGED: Any  # the tensor maps are ragged; see ``coordinates``
-    APART_Q: Any  # a tile may begin inside a group of queries with one draw; see ``dropout.py``
-    APART_K: Any  # a tile may begin inside a group of keys with one draw
-    BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
-    BIAS_HEADS: Any
-    BIAS_ROWS: Any
-    ORDERED: Any  # dq repeats bit for bit; see ``order.py``
-    ADDS_DS: Any  # gradients of scores are added to earlier ones in memory; see ``BiasSum``
-    SHARES_DS: Any  # programs that share a bias add their gradients up; see ``shared_bias.py``
-    CLEARS_DS: Any  # zeros are stored where a mask hides whole tiles of gradients
-
-
-class Tile(NamedTuple):
-    """Sizes of the tiles and of the rings."""
-
-    BLOCK_M: Any  # queries per step
-    BLOCK_N: Any  # keys per program
-    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
-    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
-    HEAD_DIM_V: Any  # the same two for values and output gradients
-    NARROW_V: Any
-    STAGES_Q: Any  # of the ring of queries
-    STAGES_O: Any  # of the ring of output gradients
-    STAGES_B: Any  # of the ring of the bias
-    MAKES_DK: Any  # the launch makes dk and dq; if not, only dv
-    MAKES_DV: Any
 
 
 class Located(NamedTuple):

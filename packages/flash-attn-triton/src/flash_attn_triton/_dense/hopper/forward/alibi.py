@@ -95,11 +95,11 @@ def _two_sided(s, first, slope, anchor):
 
 
 @gluon.jit
-def tilted(s, first, scale, walk, problem, KIND: gl.constexpr, OPTIONS: gl.constexpr):
+def tilted(s, first, scale, walk, program, KIND: gl.constexpr, OPTIONS: gl.constexpr):
     """Return base-2 logits without the level, ``[ROWS, BLOCK_N]``, and the level, ``[ROWS]``."""
     factor = scale * LOG2E
     if OPTIONS.HAS_SOFTCAP:
-        s = logits_of(s, walk.rows, first, scale, problem.softcap, 0.0, True, False)
+        s = logits_of(s, walk.rows, first, scale, program.numbers.softcap, 0.0, True, False)
         factor = 1.0
     slope = walk.slope * -LOG2E  # a number, or [ROWS, 1]
     rows = walk.rows - first  # [ROWS]

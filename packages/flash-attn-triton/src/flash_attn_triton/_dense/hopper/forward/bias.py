@@ -23,14 +23,14 @@ def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def copy_bias(task, first_key, turn, problem, schedule, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def copy_bias(task, first_key, turn, desc, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy a tile of the bias once its stage is empty; the producer calls this.
 
     The bias's named barriers come after those of the keys and the values.
     """
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V
     PARTS: gl.constexpr = TILE.WARPGROUPS if OPTIONS.BIAS_ROWS else 1
-    ring, desc = problem.bias, schedule.bias_desc
+    ring = program.bias
     stage = turn % TILE.STAGES_B
     if turn >= TILE.STAGES_B:
         barrier_sync(FIRST + stage, 128 * TILE.WARPGROUPS + 32, 1)
@@ -44,12 +44,12 @@ def copy_bias(task, first_key, turn, problem, schedule, OPTIONS: gl.constexpr, T
 
 
 @gluon.jit
-def add_bias(s, turn, factor, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Add the bias to logits ``[ROWS, BLOCK_N]``, which ``factor`` converts to base 2 later."""
-    if problem.bias is not None:
+def add_bias(s, turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Add the bias to logits ``[ROWS, BLOCK_N]``, which ``factor`` brings to base 2 later."""
+    if program.bias is not None:
         S: gl.constexpr = s.type.layout
         FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V
-        ring = problem.bias
+        ring = program.bias
         stage = turn % TILE.STAGES_B
         mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)
         if OPTIONS.BIAS_ROWS:
@@ -58,6 +58,6 @@ def add_bias(s, turn, factor, problem, W: gl.constexpr, OPTIONS: gl.constexpr, T
         else:
             row = ring.tiles.index(stage).reshape([TILE.BLOCK_N]).load(gl.SliceLayout(0, S))
             bias = row[None, :]  # [1, BLOCK_N]
-        s += bias.to(gl.float32) * (LOG2E / factor)
+        s += bias.to(gl.float32) * (LOG2E / program.factor)
         barrier_arrive(FIRST + stage, 128 * TILE.WARPGROUPS + 32, 4)
     return s

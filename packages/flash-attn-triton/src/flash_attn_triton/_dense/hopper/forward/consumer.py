@@ -46,12 +46,13 @@ from ..panels import (
 from .alibi import sides
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
 from .structures import Block, Finished, State, Walk
-from .walk import attend, begin, start, tiles_of
+from .walk import attend, begin, start, tiles_of, with_factor
 
 
 @gluon.jit
-def _receive(pipeline, count):
+def _receive(program, count):
     """Wait for the producer's next announcement and return it as a ``Block``."""
+    pipeline = program.pipeline
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
@@ -88,12 +89,13 @@ def _owner_of(sequence, batch):
 
 @gluon.jit
 def survey(
-    block, problem, W: gl.constexpr, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    block, S: gl.constexpr, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Return the ``Walk`` of warpgroup ``W`` over a block of queries; scores have layout ``S``."""
     TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
+    tensors, numbers = program.tensors, program.numbers
     low, left, right, high = tiles_of(
-        block, block.first_row, problem, TILE.WARPGROUPS * TOKENS, OPTIONS, TILE
+        block, block.first_row, TILE.WARPGROUPS * TOKENS, program, OPTIONS, TILE
     )
     layout: gl.constexpr = gl.SliceLayout(1, S)
     first_row = block.first_row + (block.len_k - block.len_q) + W * TOKENS
@@ -101,78 +103,71 @@ def survey(
     slope = 0.0
     behind = right
     ahead = right
-    if problem.alibi_slopes_ptr is not None:
+    if tensors.alibi_slopes_ptr is not None:
         behind, ahead = sides(first_row, left, right, TOKENS, TILE.BLOCK_N)
         heads = _heads(gl.maximum(block.head, 0), TILE.ROWS, OPTIONS.PACK, layout)
-        owner = _owner_of(block.sequence, problem.batch)
-        slope = gl.load(problem.alibi_slopes_ptr + owner * problem.stride_alibi_b + heads)
+        owner = _owner_of(block.sequence, numbers.batch)
+        slope = gl.load(tensors.alibi_slopes_ptr + owner * numbers.stride_alibi_b + heads)
         if OPTIONS.PACK > 1:
             slope = slope[:, None]  # [ROWS, 1]
     dropout = 0
-    if problem.rng_state_ptr is not None:
-        plane = block.sequence * problem.heads_q + block.head
-        dropout = dropout_key(problem.rng_state_ptr, plane)
+    if tensors.rng_state_ptr is not None:
+        plane = block.sequence * numbers.heads_q + block.head
+        dropout = dropout_key(tensors.rng_state_ptr, plane)
     return Walk(block, low, left, right, high, rows, slope, behind, ahead, dropout)
 
 
 @gluon.jit
-def _lse_at(block, problem, rows, heads):
+def _lse_at(block, program, rows, heads):
     """Return the offsets of a block's rows in the LSE, in elements."""
-    owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
-    if problem.before is not None:
-        if problem.cu_seqlens_q_ptr is None:
-            first = owner * problem.before.stride_lse_b
+    tensors, numbers = program.tensors, program.numbers
+    owner = _owner_of(block.sequence, numbers.batch).to(gl.int64)
+    if program.before is not None:
+        if tensors.cu_seqlens_q_ptr is None:
+            first = owner * numbers.stride_lse_b
         else:
             first = block.q_start
-        lse_at = heads.to(gl.int64) * problem.before.stride_lse_h + first
-    elif problem.cu_seqlens_q_ptr is None:
-        lse_at = (owner * problem.heads_q + heads) * problem.tokens_q
+        lse_at = heads.to(gl.int64) * numbers.stride_lse_h + first
+    elif tensors.cu_seqlens_q_ptr is None:
+        lse_at = (owner * numbers.heads_q + heads) * numbers.tokens_q
     else:
-        lse_at = heads.to(gl.int64) * problem.tokens_q + block.q_start
+        lse_at = heads.to(gl.int64) * numbers.tokens_q + block.q_start
     return lse_at + rows
 
 
 @gluon.jit
-def finish_block(m, l, block, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def finish_block(m, l, block, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``Finished`` of a block; padding rows have no sink.
 
     The factor of the output includes ``keep_scale``.
     """
     PACK: gl.constexpr = OPTIONS.PACK
+    tensors, numbers = program.tensors, program.numbers
     layout: gl.constexpr = m.type.layout
     heads = _heads(block.head, TILE.ROWS, PACK, layout)
-    if problem.before is not None:
+    if program.before is not None:
         # the other keys count as one more key, whose logit is their LSE and whose value is their
         # output
         rows = block.first_row + W * (TILE.ROWS // PACK) + _tokens(TILE.ROWS, PACK, layout)
-        lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
+        lse_ptr = tensors.lse_ptr + _lse_at(block, program, rows, heads)
         before = gl.load(lse_ptr, mask=rows < block.len_q, other=NEG_INF) * LOG2E  # [ROWS]
         weight, empty, lse, kept = close_softmax(m, l, before)
         # rows that see none of this call's keys: values that no row sees may be NaN
         empty |= weight == 0.0
     else:
-        is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
+        is_padding = (block.sequence < 0) | (block.sequence >= numbers.batch)
         if PACK > 1:
             is_padding |= heads < 0  # [ROWS]
-        weight, empty, lse = finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
+        weight, empty, lse = finish_softmax(m, l, heads, is_padding, tensors.sinks_ptr)
         kept = weight
-    if problem.rng_state_ptr is not None:
-        weight *= problem.keep_scale
+    if tensors.rng_state_ptr is not None:
+        weight *= numbers.keep_scale
     return Finished(weight, empty, lse, kept)
 
 
 @gluon.jit
 def write_block(
-    o,
-    finished,
-    count,
-    block,
-    out_descs,
-    pipeline,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    o, finished, count, block, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Scale the output of a block of queries, start its TMA store, and store the LSE.
 
@@ -180,44 +175,39 @@ def write_block(
     """
     PACK: gl.constexpr = OPTIONS.PACK
     ROWS: gl.constexpr = TILE.ROWS
+    pipeline = program.pipeline
     row = block.first_row + W * (ROWS // PACK)
     lse = finished.lse
     layout: gl.constexpr = lse.type.layout
     rows = row + _tokens(ROWS, PACK, layout)  # [ROWS]
     heads = _heads(block.head, ROWS, PACK, layout)
-    lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
+    lse_ptr = program.tensors.lse_ptr + _lse_at(block, program, rows, heads)
     gl.store(lse_ptr, lse, mask=rows < block.len_q)
     o = finish(o, finished.weight, finished.empty)  # [ROWS, HEAD_DIM_V]
     where = coordinates(block.sequence, block.head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
     tma.store_wait(0)
-    if problem.before is not None:
-        full = problem.before.full.index(W)
-        copy_tile(out_descs, where, full, pipeline.out_s, W)
+    if program.before is not None:
+        full = program.before.index(W)
+        copy_tile(program.out_descs, where, full, pipeline.out_s, W)
         mbarrier.wait(full, count & 1)
         o = add_tile(o, finished.kept, pipeline.out_s, W, ROWS)
     store_tile(o, pipeline.out_s, W, ROWS)
-    copy_tile_out(out_descs, where, pipeline.out_s, W)
+    copy_tile_out(program.out_descs, where, pipeline.out_s, W)
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, out_descs, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
-    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
-    # the exponential's multiply-add applies the scale; it is positive, so the maximum commutes
-    factor = problem.scale * LOG2E
-    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
-        factor = 1.0
+    program = with_factor(program, OPTIONS)
     if W == TILE.WARPGROUPS - 1:
         # the ping-pong begins with warpgroup 0
         barrier_arrive(TURN, 256, 4)
     if TILE.PIPELINE:
-        _consume_pipelined(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
-    elif problem.factors_ptr is None:
-        _consume_one_by_one(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        _consume_pipelined(W, program, OPTIONS, TILE)
+    elif program.tensors.factors_ptr is None:
+        _consume_one_by_one(W, program, OPTIONS, TILE)
     else:
-        _consume_fp8(out_descs, pipeline, problem, W, OPTIONS, TILE)
+        _consume_fp8(W, program, OPTIONS, TILE)
     tma.store_wait(0)
     if W == 0:
         # wait for the last signal of the ping-pong, so that the barrier ends empty
@@ -225,42 +215,32 @@ def consume(
 
 
 @gluon.jit
-def _consume_one_by_one(
-    factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def _consume_one_by_one(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Finish each block of queries before the next block begins."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
-    block = _receive(pipeline, count)
+    block = _receive(program, count)
     while block.head >= 0:
-        walk = survey(block, problem, W, S, OPTIONS, TILE)
+        walk = survey(block, S, W, program, OPTIONS, TILE)
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
-        state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
-        state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
-        turn = close(state, count, block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        state = begin(turn, count, walk, W, program, OPTIONS, TILE)
+        state = attend(state, walk, buffer, W, program, OPTIONS, TILE)
+        turn = close(state, count, block, buffer, W, program, OPTIONS, TILE)
         count += 1
-        block = _receive(pipeline, count)
+        block = _receive(program, count)
 
 
 @gluon.jit
 def close(
-    state,
-    count,
-    block,
-    buffer,
-    out_descs,
-    pipeline,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    state, count, block, buffer, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Issue the last product of a block of queries and write the block; return ``turn``.
 
     ``count``: the number of blocks before it.
     """
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    pipeline = program.pipeline
     o, m, l, p, turn = state
     if not TILE.SHARE:
         mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
@@ -268,10 +248,10 @@ def close(
     v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
     mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
     o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
-    finished = finish_block(m, l, block, problem, W, OPTIONS, TILE)
+    finished = finish_block(m, l, block, W, program, OPTIONS, TILE)
     o = wait_for_values(o)
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-    write_block(o, finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
+    write_block(o, finished, count, block, W, program, OPTIONS, TILE)
     if TILE.SHARE:
         # the output is stored from the buffer of the queries
         tma.store_wait(0)
@@ -280,43 +260,30 @@ def close(
 
 
 @gluon.jit
-def _consume_pipelined(
-    factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def _consume_pipelined(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Begin each block of queries while the last product of the block before it runs."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    pipeline = program.pipeline
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
-    block = _receive(pipeline, count)
+    block = _receive(program, count)
     if block.head >= 0:
-        walk = survey(block, problem, W, S, OPTIONS, TILE)
-        state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+        walk = survey(block, S, W, program, OPTIONS, TILE)
+        state = begin(turn, count, walk, W, program, OPTIONS, TILE)
         while walk.block.head >= 0:
             buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
-            state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
+            state = attend(state, walk, buffer, W, program, OPTIONS, TILE)
             mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
             last = walk.block
-            finished = finish_block(state.m, state.l, last, problem, W, OPTIONS, TILE)
+            finished = finish_block(state.m, state.l, last, W, program, OPTIONS, TILE)
             count += 1
-            walk = survey(_receive(pipeline, count), problem, W, S, OPTIONS, TILE)
-            o, state = cross(state, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
-            write_block(
-                o, finished, count - 1, last, out_descs, pipeline, problem, W, OPTIONS, TILE
-            )
+            walk = survey(_receive(program, count), S, W, program, OPTIONS, TILE)
+            o, state = cross(state, count, walk, W, program, OPTIONS, TILE)
+            write_block(o, finished, count - 1, last, W, program, OPTIONS, TILE)
 
 
 @gluon.jit
-def cross(
-    state,
-    count,
-    walk,
-    factor,
-    pipeline,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def cross(state, count, walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Issue the last product of a block of queries together with the first of the next block.
 
     ``walk`` and ``count`` belong to the next block. Return the output of the block that ends, and
@@ -325,6 +292,7 @@ def cross(
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    pipeline = program.pipeline
     o, _, _, p, turn = state
     stage_v = (turn - 1) % TILE.STAGES_V
     stage_k = turn % TILE.STAGES_K
@@ -343,7 +311,7 @@ def cross(
     s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
     barrier_arrive(EMPTY + stage_k, PARTIES, 4)
     first = (walk.high - 1) * TILE.BLOCK_N
-    m, l, e = start(s, first, turn, factor, walk, problem, W, OPTIONS, TILE)
+    m, l, e = start(s, first, turn, walk, W, program, OPTIONS, TILE)
     o = wait_for_values(o)
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
     p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
@@ -351,30 +319,30 @@ def cross(
 
 
 @gluon.jit
-def _consume_fp8(
-    out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def _consume_fp8(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Finish each block of queries before the next block begins, in FP8.
 
     Descales reach the kernel as one factor of the scores and one factor of the values per head.
     """
+    tensors, numbers = program.tensors, program.numbers
+    pipeline = program.pipeline
     gl.static_assert(TILE.BUFFERS_Q == 1, "one buffer of queries in FP8")
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
-    block = _receive(pipeline, count)
+    block = _receive(program, count)
     while block.head >= 0:
-        walk = survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
-        owner = _owner_of(block.sequence, problem.batch)
-        factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
+        walk = survey(block, sums_of(TILE.BLOCK_N), W, program, OPTIONS, TILE)
+        owner = _owner_of(block.sequence, numbers.batch)
+        factors = factors_of(tensors.factors_ptr, block.head, owner, numbers.heads_q, OPTIONS.GROUP)
         # load before waiting for the queries, whose copy takes as long
-        scale, unit = problem.scale * gl.load(factors), gl.load(factors + 1) * UNIT
+        scale, unit = numbers.scale * gl.load(factors), gl.load(factors + 1) * UNIT
         q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
         mbarrier.wait(pipeline.q_full.index(W), count & 1)
         scale = scale_queries(q, scale)
-        o, m, l, turn = walk_fp8(turn, q, scale, walk, pipeline, problem, W, OPTIONS, TILE)
+        o, m, l, turn = walk_fp8(turn, q, scale, walk, W, program, OPTIONS, TILE)
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)
-        finished = finish_block(m, l, block, problem, W, OPTIONS, TILE)
+        finished = finish_block(m, l, block, W, program, OPTIONS, TILE)
         finished = Finished(finished.weight * unit, finished.empty, finished.lse, finished.kept)
-        write_block((o,), finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        write_block((o,), finished, count, block, W, program, OPTIONS, TILE)
         count += 1
-        block = _receive(pipeline, count)
+        block = _receive(program, count)

@@ -7,10 +7,10 @@ probabilities that the second product expects from that thread.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
-from ...._linked.hopper.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive
+from ...._linked.hopper.pipeline import EMPTY, NEG_INF, barrier_arrive
 from ...._linked.hopper.softmax import row_sums
 from .structures import Fp8State
-from .walk import hide, logits, tiles_of
+from .walk import factor_of, hide, logits, tiles_of
 
 # binary exponent that is added to probabilities, so that they use the range of e4m3, up to 448
 SHIFT = gl.constexpr(8)
@@ -33,15 +33,7 @@ def width_of(columns):
 
 @gluon.jit
 def walk_fp8(
-    turn,
-    q,
-    scale,
-    walk,
-    pipeline,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    turn, q, scale, walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Return the output of a block (in ``UNIT``), maxima, partial sums, and the key tiles so far.
 
@@ -49,36 +41,26 @@ def walk_fp8(
     softmax. So scores and products share registers, which makes room for a third warpgroup. There
     is no ping-pong, so each warpgroup skips the tiles that none of its own rows sees.
     """
-    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     S: gl.constexpr = sums_of(TILE.BLOCK_N)
-    factor = scale * LOG2E
-    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
-        factor = 1.0
     o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, sums_of(TILE.HEAD_DIM_V))
     m = gl.full([TILE.ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
     l = row_sums(gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S))  # [ROWS, 4]
-    low, left, right, high = _own_tiles(walk, problem, W, OPTIONS, TILE)
-    turn = _pass_by(turn, walk.high - high, pipeline, TILE)
+    low, left, right, high = _own_tiles(walk, W, program, OPTIONS, TILE)
+    turn = _pass_by(turn, walk.high - high, program, TILE)
     state = Fp8State(o, m, l, turn)
     # tiles that the diagonal or the last key cuts; tiles that every row sees whole; tiles that the
     # window's left end cuts
-    state = _fold(
-        state, right, high, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, True
-    )
-    state = _fold(
-        state, left, right, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, False
-    )
+    state = _fold(state, right, high, q, scale, walk, True, program, OPTIONS, TILE)
+    state = _fold(state, left, right, q, scale, walk, False, program, OPTIONS, TILE)
     if OPTIONS.HAS_LEFT:
-        state = _fold(
-            state, low, left, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, True
-        )
+        state = _fold(state, low, left, q, scale, walk, True, program, OPTIONS, TILE)
     o, m, l, turn = state
-    turn = _pass_by(turn, low - walk.low, pipeline, TILE)
+    turn = _pass_by(turn, low - walk.low, program, TILE)
     return o, m, l * UNIT, turn
 
 
 @gluon.jit
-def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _own_tiles(walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(low, left, right, high)`` as ``key_tiles``, only for the rows of warpgroup ``W``.
 
     They stay within the block's tiles. A warpgroup after the last query has none, and without a
@@ -87,7 +69,7 @@ def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.c
     TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
     block = walk.block
     first_row = block.first_row + W * TOKENS
-    low, left, right, high = tiles_of(block, first_row, problem, TOKENS, OPTIONS, TILE)
+    low, left, right, high = tiles_of(block, first_row, TOKENS, program, OPTIONS, TILE)
     high = gl.where(first_row < block.len_q, high, low)
     if not (OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT):
         right = gl.maximum(block.len_k // TILE.BLOCK_N, low)
@@ -97,9 +79,10 @@ def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.c
 
 
 @gluon.jit
-def _pass_by(turn, tiles, pipeline, TILE: gl.constexpr):
+def _pass_by(turn, tiles, program, TILE: gl.constexpr):
     """Release so many tiles of keys and values unread as they arrive; return the next ``turn``."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    pipeline = program.pipeline
     for _tile in range(tiles):
         stage = turn % TILE.STAGES_K
         stage_v = turn % TILE.STAGES_V
@@ -118,18 +101,18 @@ def _fold(
     stop,
     q,
     scale,
-    factor,
     walk,
-    pipeline,
-    problem,
+    MASKED: gl.constexpr,
+    program,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
-    MASKED: gl.constexpr,
 ):
     """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
     S: gl.constexpr = sums_of(TILE.BLOCK_N)
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     WIDTH: gl.constexpr = width_of(TILE.HEAD_DIM_V)
+    pipeline = program.pipeline
+    factor = factor_of(scale, program, OPTIONS)
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
     o, m, l, turn = state
     for step in range(stop - start):
@@ -145,9 +128,9 @@ def _fold(
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         first = (stop - 1 - step) * TILE.BLOCK_N
         cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-        s = logits(s, first, scale, walk, problem, OPTIONS)
+        s = logits(s, first, scale, walk, program, OPTIONS)
         if MASKED:
-            s = hide(s, cols, walk, problem, OPTIONS)
+            s = hide(s, cols, walk, program, OPTIONS)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         pivot = m_new
         if MASKED:

@@ -1,105 +1,21 @@
 """Forward pass on Hopper: one warp issues TMA copies, two or three warpgroups issue wgmma."""
 
+from __future__ import annotations
+
 from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.pipeline import FIELDS, SLOTS, barriers
+from ...._linked.launch.entries import entry
 from ..panels import allocate
+from .arguments import Maps, Numbers, Tensors
 from .bias import make_ring
 from .consumer import consume
 from .producer import produce
-from .structures import Before, Options, Pipeline, Problem, Schedule, Tile
-
-# not specialised on values or alignment; see ``runtime.py``
-NUMBERS = (
-    "dropout_threshold",
-    "window_left",
-    "window_right",
-    "batch",
-    "heads_q",
-    "tokens_q",
-    "tokens_k",
-    "tiles",
-    "span",
-    "last",
-    "total",
-    "stride_alibi_b",
-    "stride_lse_b",
-    "stride_lse_h",
-)
-POINTERS = (
-    "lse_ptr",
-    "ticket_ptr",
-    "alibi_slopes_ptr",
-    "sinks_ptr",
-    "factors_ptr",
-    "rng_state_ptr",
-    "cu_seqlens_q_ptr",
-    "cu_seqlens_k_ptr",
-    "seqused_k_ptr",
-)
+from .structures import Pipeline, Program
 
 
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+@entry(gluon.jit)
 def forward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_desc,
-    q_narrow_desc,
-    k_narrow_desc,
-    v_narrow_desc,
-    out_narrow_desc,
-    bias_desc,
-    lse_ptr,
-    ticket_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    factors_ptr,
-    rng_state_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    scale,
-    softcap,
-    keep_scale,
-    dropout_threshold,
-    window_left,
-    window_right,
-    batch,
-    heads_q,
-    tokens_q,
-    tokens_k,
-    tiles,
-    span,
-    last,
-    total,
-    stride_alibi_b,
-    stride_lse_b,
-    stride_lse_h,
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    RAGGED: gl.constexpr,
-    BIAS_BATCH: gl.constexpr,
-    BIAS_HEADS: gl.constexpr,
-    BIAS_ROWS: gl.constexpr,
-    MERGES: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    NARROW: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    NARROW_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr,
-    STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr,
-    STAGES_B: gl.constexpr,
-    SHARE: gl.constexpr,
-    PIPELINE: gl.constexpr,
-    LAG: gl.constexpr,
-    ORDERED: gl.constexpr,
+    maps: Maps, tensors: Tensors, numbers: Numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """``out = softmax(s) @ v`` and ``lse = logsumexp(s)``, where ``s = scale * q @ k.T + bias``.
 
@@ -107,78 +23,29 @@ def forward_kernel(
     replace them.
 
     The programs are persistent and warp-specialised: the last warp copies by TMA, the other
-    warpgroups multiply. ``structures.py`` explains the arguments.
+    warpgroups multiply.
     """
-    OPTIONS: gl.constexpr = Options(
-        GROUP,
-        PACK,
-        HAS_LEFT,
-        HAS_RIGHT,
-        HAS_SOFTCAP,
-        RAGGED,
-        BIAS_BATCH,
-        BIAS_HEADS,
-        BIAS_ROWS,
-        MERGES,
-    )
-    TILE: gl.constexpr = Tile(
-        WARPGROUPS,
-        ROWS,
-        BLOCK_N,
-        HEAD_DIM,
-        NARROW,
-        HEAD_DIM_V,
-        NARROW_V,
-        BUFFERS_Q,
-        STAGES_K,
-        STAGES_V,
-        STAGES_B,
-        SHARE,
-        PIPELINE,
-        LAG,
-        ORDERED,
-    )
-    q_descs = (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,)
-    k_descs = (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,)
-    v_descs = (v_desc, v_narrow_desc) if NARROW_V > 0 else (v_desc,)
-    out_descs = (out_desc, out_narrow_desc) if NARROW_V > 0 else (out_desc,)
+    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    wide, narrow = maps.wide, maps.narrow
+    q_descs = (wide.q, narrow.q) if TILE.NARROW > 0 else (wide.q,)
+    k_descs = (wide.k, narrow.k) if TILE.NARROW > 0 else (wide.k,)
+    v_descs = (wide.v, narrow.v) if TILE.NARROW_V > 0 else (wide.v,)
+    out_descs = (wide.out, narrow.out) if TILE.NARROW_V > 0 else (wide.out,)
     bias = None
-    if bias_desc is not None:
-        bias = make_ring(bias_desc, OPTIONS, TILE)
+    if maps.bias is not None:
+        bias = make_ring(maps.bias, OPTIONS, TILE)
     before = None
-    if MERGES:
-        before = Before(stride_lse_b, stride_lse_h, barriers(WARPGROUPS, 1))
-    problem = Problem(
-        lse_ptr,
-        cu_seqlens_q_ptr,
-        alibi_slopes_ptr,
-        sinks_ptr,
-        factors_ptr,
-        rng_state_ptr,
-        scale,
-        softcap,
-        keep_scale,
-        dropout_threshold,
-        window_left,
-        window_right,
-        batch,
-        heads_q,
-        tokens_q,
-        stride_alibi_b,
-        bias,
-        before,
-    )
-    schedule = Schedule(
-        ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total, bias_desc
-    )
+    if OPTIONS.MERGES:
+        before = barriers(WARPGROUPS, 1)
     pipeline = make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE)
+    program = Program(out_descs, pipeline, tensors, numbers, bias, before, None, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, out_descs, pipeline, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, out_descs, pipeline, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, out_descs, pipeline, problem, OPTIONS, TILE)),
-            (produce, (q_descs, k_descs, v_descs, pipeline, problem, schedule, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
+            (produce, (q_descs, k_descs, v_descs, program, maps.bias, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],

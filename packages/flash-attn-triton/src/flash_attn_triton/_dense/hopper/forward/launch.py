@@ -14,7 +14,9 @@ from ...._linked.hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ...._linked.hopper.tma import MapForm, MappingLaunch, is_mappable
 from ...._linked.host.forms import ACCESS_BYTES, Memory
 from ...._linked.host.tiles import padded_head_dim
+from ...._linked.launch.entries import flat
 from ...._linked.launch.runtime import MAX_COUNTS, Launch, dense, token_strides
+from ...._linked.portable.primitives import Strides
 from ...call import Forward, Tensors
 from ...hopper_tiles import (
     ForwardPanels,
@@ -28,13 +30,16 @@ from ...hopper_tiles import (
 )
 from ...portable.form import Form, expand_descales
 from ..bias_launch import BiasForm, dimensions_of, once
-from ..parameters import (
-    ForwardNumbers,
-    ValuesConstants,
+from .arguments import (
+    Maps,
+    Numbers,
+    Options,
+    PanelMaps,
+    Tile,
     ValuesNumbers,
+    ValuesOptions,
     ValuesTensors,
 )
-from . import structures
 from .kernel import forward_kernel
 from .values import transpose_values
 
@@ -46,7 +51,7 @@ class Work(NamedTuple):
     """Arguments of a launch that depend on the token counts of queries and keys."""
 
     grid: int
-    numbers: ForwardNumbers
+    numbers: Numbers
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
 
@@ -56,7 +61,7 @@ class Merging(NamedTuple):
 
     launch: MappingLaunch
     grid: int
-    numbers: ForwardNumbers
+    numbers: Numbers
 
 
 class HopperForward:
@@ -103,18 +108,30 @@ class HopperForward:
         # for q, k, v and out
         self._narrow = narrow, narrow, narrow_v, narrow_v
         self._is_cut = panels.is_cut
-        forms = (
-            map_of(q, tile.rows, wide, pack),
-            map_of(x.k, tile.block_n, wide),
-            self._values.map if self._values else map_of(x.v, tile.block_n, wide_v),
-            map_of(out, tile.rows, wide_v, pack),
-            map_of(q, tile.rows, narrow, pack),
-            map_of(x.k, tile.block_n, narrow),
-            map_of(x.v, tile.block_n, narrow_v),
-            map_of(out, tile.rows, narrow_v, pack),
-            bias,
+
+        def maps_of_out(out: Tensor) -> tuple[MapForm | None, MapForm | None]:
+            return map_of(out, tile.rows, wide_v, pack), map_of(out, tile.rows, narrow_v, pack)
+
+        out_map, narrow_out_map = maps_of_out(out)
+        self._maps = Maps(
+            wide=PanelMaps(
+                q=map_of(q, tile.rows, wide, pack),
+                k=map_of(x.k, tile.block_n, wide),
+                v=self._values.map if self._values else map_of(x.v, tile.block_n, wide_v),
+                out=out_map,
+            ),
+            narrow=PanelMaps(
+                q=map_of(q, tile.rows, narrow, pack),
+                k=map_of(x.k, tile.block_n, narrow),
+                v=map_of(x.v, tile.block_n, narrow_v),
+                out=narrow_out_map,
+            ),
+            bias=bias,
         )
-        options = structures.Options(
+        # for merging: how to make the output's maps, and the launches by the strides of out
+        self._maps_of_out = maps_of_out
+        self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
+        options = Options(
             GROUP=form.group,
             PACK=pack,
             HAS_LEFT=form.constants.HAS_LEFT,
@@ -122,9 +139,8 @@ class HopperForward:
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
             **dimensions_of(bias),
-            MERGES=False,
         )
-        shape = structures.Tile(
+        shape = Tile(
             WARPGROUPS=tile.warpgroups,
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
@@ -142,16 +158,9 @@ class HopperForward:
             ORDERED=tile.ordered,
         )
         kind = {"num_warps": 4, "maxnreg": tile.registers}
-        self._constants = {**options._asdict(), **shape._asdict(), **kind}
-        self._launch = MappingLaunch(forward_kernel, self._constants, forms)
-        # for merging: how to make the output's maps, by their index in the launch's tensors, and
-        # the launches, by the strides of out
-        self._forms = forms
-        self._out_forms = {
-            3: lambda out: map_of(out, tile.rows, wide_v, pack),
-            7: lambda out: map_of(out, tile.rows, narrow_v, pack),
-        }
-        self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
+        self._options = options
+        self._constants = {"OPTIONS": options, "TILE": shape, **kind}
+        self._launch = MappingLaunch(forward_kernel, self._constants, flat(self._maps))
         # by token counts and the strides of results
         self._merging: Memory[Merging] = Memory(MAX_COUNTS)
 
@@ -199,20 +208,21 @@ class HopperForward:
         strides = out.stride()
         launch = self._launches.get(strides)
         if launch is None:
-            forms = [
-                self._out_forms[i](out) if i in self._out_forms else form
-                for i, form in enumerate(self._forms)
-            ]
-            constants = self._constants | {"MERGES": True}
+            wide, narrow = self._maps_of_out(out)
+            maps = self._maps._replace(
+                wide=self._maps.wide._replace(out=wide),
+                narrow=self._maps.narrow._replace(out=narrow),
+            )
+            constants = self._constants | {"OPTIONS": self._options._replace(MERGES=True)}
             launch = self._launches.keep(
-                strides, MappingLaunch(forward_kernel, constants, tuple(forms))
+                strides, MappingLaunch(forward_kernel, constants, flat(maps))
             )
         of_batch, of_head = (0, lse.stride(0)) if lse.ndim == 2 else lse.stride()[:2]
         numbers = work.numbers._replace(stride_lse_b=of_batch, stride_lse_h=of_head)
         return Merging(launch, work.grid, numbers)
 
     def _tensors(self, x: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the fields of ForwardTensors."""
+        """Return the fields of ``Maps`` and ``arguments.Tensors``."""
         v, factors = self._values(x) if self._values else (x.v, None)
         wide = x.q, x.k, v, out
         return (
@@ -242,7 +252,7 @@ class HopperForward:
         if tokens_q == 0 or tokens_k == 0 or form.batch == 0 or total > MAX_TICKETS:
             return None
         span = max(1, form.span_q(tokens_k) * self._packs // form.heads_q)
-        numbers = ForwardNumbers(
+        numbers = Numbers(
             scale=scalars.scale,
             softcap=scalars.softcap,
             keep_scale=scalars.keep_scale,
@@ -276,7 +286,7 @@ NO_EXTRAS = (None,) * 7
 
 
 def _extras(x: Tensors, factors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the fields of ForwardTensors after the tile counter."""
+    """Return the fields of ``arguments.Tensors`` after the tile counter."""
     return (
         dense(x.alibi_slopes),
         dense(x.sinks),
@@ -344,23 +354,22 @@ class ValuesForm:
         most = torch.empty(shape, dtype=x.v.dtype, device="meta").transpose(1, 2)
         self.map = MapForm(most, self._width, block_n, ragged=False)
         descales = x.q_descale, x.k_descale, x.v_descale
-        constants = ValuesConstants(
+        options = ValuesOptions(
             HEAD_DIM=form.head_dim_v,
             HAS_LEFT=form.constants.HAS_LEFT,
             DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
             BLOCK_N=block_n,
             BLOCK_D=self._width,
         )
-        self._launch = Launch(transpose_values, {**constants._asdict(), "num_warps": 4})
+        # by token counts, which the signature of a packed call does not fix
+        self._work: Memory[tuple[int, tuple[float, ...]]] = Memory(MAX_COUNTS)
+        self._launch = Launch(transpose_values, {"OPTIONS": options, "num_warps": 4})
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return the transposed values and the factors of the heads, ``[batch, heads_k, 2]``."""
         form, v = self._form, x.v
-        tokens = v.shape[-3]
-        tiles = cdiv(tokens, self._block_n)
-        slots = form.batch * tiles
-        if form.is_packed:
-            slots = tokens // self._block_n + form.batch + 1
+        counts = x.q.shape[-3], v.shape[-3]
+        slots, numbers = self._work.get(counts) or self._work.keep(counts, self._count(v, *counts))
         out = v.new_empty((slots, form.heads_k, self._width, self._block_n))
         factors = v.new_empty((form.batch, form.heads_k, 2), dtype=torch.float32)
         descales = expand_descales(
@@ -375,14 +384,23 @@ class ValuesForm:
             dense(x.cu_seqlens_k),
             dense(x.seqused_k),
         )
-        numbers = ValuesNumbers(
-            form.scalars.window_left,
-            form.batch,
-            form.heads_k,
-            x.q.shape[-3],
-            tokens,
-            tiles,
-            *token_strides(v),
-        )
         self._launch(slots * form.heads_k, tensors, numbers)
         return out, factors
+
+    def _count(self, v: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, tuple[float, ...]]:
+        """Return the number of tiles, and the numbers of the launch."""
+        form = self._form
+        tiles = cdiv(tokens_k, self._block_n)
+        slots = form.batch * tiles
+        if form.is_packed:
+            slots = tokens_k // self._block_n + form.batch + 1
+        numbers = ValuesNumbers(
+            window_left=form.scalars.window_left,
+            batch=form.batch,
+            heads_k=form.heads_k,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            tiles=tiles,
+            v=Strides(*token_strides(v)),
+        )
+        return slots, flat(numbers)

@@ -29,20 +29,14 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _block_ends(
-    cu_seqlens_ptr,
-    first,
-    before,
-    batch,
-    tokens,
-    BLOCK: gl.constexpr,
-    FROM_END: gl.constexpr = False,
-):
+def _block_ends(search, program, BLOCK: gl.constexpr, FROM_END: gl.constexpr):
     """Return the number of blocks up to the end of each of ``WARP`` sequences: ``[WARP]``.
 
     Number 0 is the padding before the first sequence, or after the last one with ``FROM_END``.
     """
-    number = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
+    cu_seqlens_ptr = program.tensors.cu_seqlens_q_ptr
+    batch, tokens = program.numbers.batch, program.numbers.tokens_q
+    number = search.first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
     index = number
     if FROM_END:
         index = batch + 1 - number
@@ -54,54 +48,38 @@ def _block_ends(
     else:
         end = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=tokens)
         blocks = gl.where(index <= batch + 1, (end - start + BLOCK - 1) // BLOCK, 0)
-    return before + gl.associative_scan(blocks, 0, _sum)
+    return search.before + gl.associative_scan(blocks, 0, _sum)
 
 
 @gluon.jit
-def find_block(
-    place,
-    first,
-    before,
-    cu_seqlens_ptr,
-    batch,
-    tokens,
-    BLOCK: gl.constexpr,
-    FROM_END: gl.constexpr = False,
-):
-    """Locate global block ``place``: return ``(sequence, block, first, before, blocks)``.
+def find_block(place, search, program, BLOCK: gl.constexpr, FROM_END: gl.constexpr = False):
+    """Locate global block ``place``: return ``(sequence, block, search, blocks)``.
 
     Blocks are numbered through all sequences without gaps. Sequence -1 is the padding before the
     first sequence, and ``batch`` the padding after the last one. A place of ``blocks`` or more has
-    no block. The search begins at sequence ``first``, which has ``before`` blocks before it. Places
-    grow from call to call, so the next search begins at the returned ``(first, before)``.
+    no block. Places grow from call to call, so the next search begins at the returned ``Search``.
     ``FROM_END`` numbers the sequences from the last to the first, but not the blocks within one.
     """
-    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)  # [WARP]
+    batch = program.numbers.batch
+    first, before = search
+    ends = _block_ends(search, program, BLOCK, FROM_END)  # [WARP]
     blocks = gl.max(ends, 0)
     while (blocks <= place) & (first + WARP < batch + 2):
         first += WARP
         before = blocks
-        ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)
+        ends = _block_ends(Search(first, before), program, BLOCK, FROM_END)
         blocks = gl.max(ends, 0)
     is_past = ends <= place
     sequence = first - 1 + gl.sum(is_past.to(gl.int32), 0)
     if FROM_END:
         sequence = batch - 1 - sequence
     block = place - gl.maximum(before, gl.max(gl.where(is_past, ends, 0), 0))
-    return sequence, block, first, before, blocks
+    return sequence, block, Search(first, before), blocks
 
 
 @gluon.jit
 def next_tile(
-    ticket,
-    total,
-    search,
-    packs,
-    problem,
-    schedule,
-    UNIT: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    ticket, total, search, UNIT: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Return the number of blocks, the advanced ``Search`` and the ``Task`` of block ``ticket``.
 
@@ -109,52 +87,50 @@ def next_tile(
     """
     BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT
     BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // OPTIONS.PACK)
-    first, before = search
-    batch = problem.batch
-    if problem.cu_seqlens_q_ptr is None:
+    tensors, numbers = program.tensors, program.numbers
+    batch, packs = numbers.batch, numbers.heads_q // OPTIONS.PACK
+    if tensors.cu_seqlens_q_ptr is None:
         if OPTIONS.BIAS_HEADS and not OPTIONS.BIAS_BATCH:
             # sequences that share a bias are neighbours
             place, head, sequence = locate(
-                ticket, packs, batch, schedule.tiles, schedule.span, schedule.last, BALANCE
+                ticket, packs, batch, numbers.tiles, numbers.span, numbers.last, BALANCE
             )
         else:
             place, sequence, head = locate(
-                ticket, batch, packs, schedule.tiles, schedule.span, schedule.last, BALANCE
+                ticket, batch, packs, numbers.tiles, numbers.span, numbers.last, BALANCE
             )
         q_start = 0
         k_start = 0
-        len_q = problem.tokens_q
-        len_k = schedule.tokens_k
+        len_q = numbers.tokens_q
+        len_k = numbers.tokens_k
         is_real = ticket < total
     else:
         slot = ticket // packs
         head = ticket - slot * packs
-        sequence, place, first, before, blocks = find_block(
-            slot, first, before, problem.cu_seqlens_q_ptr, batch, problem.tokens_q, BLOCK_M
-        )
+        sequence, place, search, blocks = find_block(slot, search, program, BLOCK_M)
         # the host only knows an upper bound of the number of blocks
         total = gl.where(slot < blocks, total, blocks * packs)
         is_real = (sequence >= 0) & (sequence < batch)
-        starts_q = problem.cu_seqlens_q_ptr
+        starts_q = tensors.cu_seqlens_q_ptr
         q_start = gl.load(starts_q + sequence, mask=is_real | (sequence == batch), other=0)
-        q_end = gl.load(starts_q + sequence + 1, mask=sequence < batch, other=problem.tokens_q)
-        starts_k = schedule.cu_seqlens_k_ptr
+        q_end = gl.load(starts_q + sequence + 1, mask=sequence < batch, other=numbers.tokens_q)
+        starts_k = tensors.cu_seqlens_k_ptr
         k_start = gl.load(starts_k + sequence, mask=is_real, other=0)
         k_end = gl.load(starts_k + sequence + 1, mask=is_real, other=0)
         len_q = q_end - q_start
         len_k = k_end - k_start
         if BALANCE:
             place = gl.cdiv(len_q, BLOCK_M) - 1 - place
-    if schedule.seqused_k_ptr is not None:
-        len_k = gl.load(schedule.seqused_k_ptr + sequence, mask=is_real, other=0)
+    if tensors.seqused_k_ptr is not None:
+        len_k = gl.load(tensors.seqused_k_ptr + sequence, mask=is_real, other=0)
     if OPTIONS.HAS_LEFT:
-        unseen = gl.maximum(len_k - len_q - problem.window_left, 0) // UNIT * UNIT
+        unseen = gl.maximum(len_k - len_q - numbers.window_left, 0) // UNIT * UNIT
         k_start += unseen
         len_k -= unseen
     first_row = place * BLOCK_M
     head *= OPTIONS.PACK
     task = Task(first_row, sequence, head, q_start, k_start, len_q, len_k)
-    return total, Search(first, before), task
+    return total, search, task
 
 
 @gluon.jit
@@ -182,31 +158,36 @@ def _announce(task, index, count, pipeline):
 
 
 @gluon.jit
-def copy_queries(where, buffer, count, q_descs, pipeline, TILE: gl.constexpr):
+def copy_queries(where, buffer, count, descs, program, TILE: gl.constexpr):
     """Copy a warpgroup's rows of a block of queries once their buffer is empty."""
+    pipeline = program.pipeline
     mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)
-    copy_tile(q_descs, where, pipeline.q_full.index(buffer), pipeline.q_s, buffer)
+    copy_tile(descs, where, pipeline.q_full.index(buffer), pipeline.q_s, buffer)
 
 
 @gluon.jit
-def copy_keys(
-    descs,
-    where,
-    turn,
-    full,
-    buffers,
-    FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTIES: gl.constexpr,
-):
-    """Copy a tile of keys or values once its stage is empty.
+def copy_keys(where, turn, descs, program, TILE: gl.constexpr):
+    """Copy a tile of keys once its stage is empty.
 
-    Consumers arrive at named barrier ``FIRST + stage`` when they have read the stage.
+    Consumers arrive at named barrier ``EMPTY + stage`` when they have read the stage.
     """
-    stage = turn % STAGES
-    if turn >= STAGES:
-        barrier_sync(FIRST + stage, PARTIES, 1)
-    copy_tile(descs, where, full.index(stage), buffers, stage)
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    pipeline = program.pipeline
+    stage = turn % TILE.STAGES_K
+    if turn >= TILE.STAGES_K:
+        barrier_sync(EMPTY + stage, PARTIES, 1)
+    copy_tile(descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
+
+
+@gluon.jit
+def copy_values(where, turn, descs, program, TILE: gl.constexpr):
+    """Copy a tile of values once its stage is empty."""
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    pipeline = program.pipeline
+    stage = turn % TILE.STAGES_V
+    if turn >= TILE.STAGES_V:
+        barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)
+    copy_tile(descs, where, pipeline.v_full.index(stage), pipeline.v_s, stage)
 
 
 @gluon.jit
@@ -219,14 +200,7 @@ def drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr
 
 @gluon.jit
 def produce(
-    q_descs,
-    k_descs,
-    v_descs,
-    pipeline,
-    problem,
-    schedule,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    q_descs, k_descs, v_descs, program, bias_desc, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Copy queries, keys and values by TMA into shared memory, in the order of their use."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
@@ -240,20 +214,17 @@ def produce(
     TRANSPOSED: gl.constexpr = v_descs[0].dtype.primitive_bitwidth == 8
     UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
-    total = schedule.total  # blocks of queries, of all programs
+    total = program.numbers.total  # blocks of queries, of all programs
     count = 0  # blocks of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
-    packs = problem.heads_q // OPTIONS.PACK
     ticket = gl.program_id(0)
-    total, search, task = next_tile(
-        ticket, total, Search(0, 0), packs, problem, schedule, UNIT, OPTIONS, TILE
-    )
+    total, search, task = next_tile(ticket, total, Search(0, 0), UNIT, program, OPTIONS, TILE)
     while ticket < total:
         low, _, _, high = tiles_of(
-            task, task.first_row, problem, TILE.WARPGROUPS * TOKENS, OPTIONS, TILE
+            task, task.first_row, TILE.WARPGROUPS * TOKENS, program, OPTIONS, TILE
         )
-        _announce(task, index, count, pipeline)
+        _announce(task, index, count, program.pipeline)
         head_k = task.head // OPTIONS.GROUP
         steps = high - low
         for step in range(steps + 1):
@@ -261,12 +232,10 @@ def produce(
             if step < steps:
                 row = (high - 1 - step) * BLOCK_N
                 where = coordinates(task.sequence, head_k, task.k_start, task.len_k, row, RAGGED)
-                copy_keys(
-                    k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
-                )
-                if problem.bias is not None:
+                copy_keys(where, turn, k_descs, program, TILE)
+                if program.bias is not None:
                     key = (high - 1 - step) * BLOCK_N
-                    copy_bias(task, key, turn, problem, schedule, OPTIONS, TILE)
+                    copy_bias(task, key, turn, bias_desc, program, OPTIONS, TILE)
                 turn += 1
             if step == 0:
                 for w in gl.static_range(TILE.WARPGROUPS):
@@ -275,63 +244,52 @@ def produce(
                     where = coordinates(
                         task.sequence, task.head, task.q_start, task.len_q, row, RAGGED
                     )
-                    copy_queries(where, buffer, count, q_descs, pipeline, TILE)
+                    copy_queries(where, buffer, count, q_descs, program, TILE)
                 if TILE.PIPELINE:
                     # the atomic runs while the first keys arrive
-                    ticket = take_ticket(schedule)
+                    ticket = take_ticket(program)
             else:
                 row = (high - step) * BLOCK_N
                 if TRANSPOSED:
                     tile = first_tile(
-                        task.sequence, task.k_start, schedule.tokens_k, BLOCK_N, RAGGED
+                        task.sequence, task.k_start, program.numbers.tokens_k, BLOCK_N, RAGGED
                     )
                     where = (0, tile + high - step, head_k, 0, 0)
                 else:
                     where = coordinates(
                         task.sequence, head_k, task.k_start, task.len_k, row, RAGGED
                     )
-                copy_keys(
-                    v_descs,
-                    where,
-                    turn_v,
-                    pipeline.v_full,
-                    pipeline.v_s,
-                    EMPTY_V,
-                    STAGES_V,
-                    PARTIES,
-                )
+                copy_values(where, turn_v, v_descs, program, TILE)
                 turn_v += 1
         count += 1
         if not TILE.PIPELINE:
-            ticket = take_ticket(schedule)
-        total, search, task = next_tile(
-            ticket, total, search, packs, problem, schedule, UNIT, OPTIONS, TILE
-        )
-    _announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, pipeline)
+            ticket = take_ticket(program)
+        total, search, task = next_tile(ticket, total, search, UNIT, program, OPTIONS, TILE)
+    _announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, program.pipeline)
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box
             # with zeros for it
-            where = coordinates(0, 0, 0, 0, schedule.tokens_k, RAGGED)
-            copy_keys(k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES)
-            if problem.bias is not None:
+            where = coordinates(0, 0, 0, 0, program.numbers.tokens_k, RAGGED)
+            copy_keys(where, turn, k_descs, program, TILE)
+            if program.bias is not None:
                 none = Task(0, 0, 0, 0, 0, 0, 0)
-                copy_bias(none, 0, turn, problem, schedule, OPTIONS, TILE)
+                copy_bias(none, 0, turn, bias_desc, program, OPTIONS, TILE)
             turn += 1
             for w in gl.static_range(TILE.WARPGROUPS):
                 buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
-                where = coordinates(0, 0, 0, 0, problem.tokens_q, RAGGED)
-                copy_queries(where, buffer, count, q_descs, pipeline, TILE)
+                where = coordinates(0, 0, 0, 0, program.numbers.tokens_q, RAGGED)
+                copy_queries(where, buffer, count, q_descs, program, TILE)
     drain(turn, EMPTY, STAGES_K, PARTIES)
     drain(turn_v, EMPTY_V, STAGES_V, PARTIES)
-    if problem.bias is not None:
+    if program.bias is not None:
         drain(turn, EMPTY_V + STAGES_V, TILE.STAGES_B, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:
         # this program took the last number of all: reset the counter for the next launch
-        gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")
+        gl.atomic_xchg(program.tensors.ticket_ptr, 0, sem="relaxed")
 
 
 @gluon.jit
-def take_ticket(schedule):
+def take_ticket(program):
     """Take the next block from the tile counter. A program's first block is its own number."""
-    return gl.num_programs(0) + gl.atomic_add(schedule.ticket_ptr, 1, sem="relaxed")
+    return gl.num_programs(0) + gl.atomic_add(program.tensors.ticket_ptr, 1, sem="relaxed")

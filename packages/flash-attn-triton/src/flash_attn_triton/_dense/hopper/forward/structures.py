@@ -11,85 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-
-class Options(NamedTuple):
-    """Constants of a call's signature."""
-
-    GROUP: Any  # query heads per key head
-    PACK: Any  # query heads that share a tile (GQA packing)
-    HAS_LEFT: Any  # the window limits how far back a row sees
-    HAS_RIGHT: Any  # causal, or the window limits how far forward a row sees
-    HAS_SOFTCAP: Any
-    RAGGED: Any  # the TMA descriptors are ragged; see ``coordinates``
-    BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
-    BIAS_HEADS: Any
-    BIAS_ROWS: Any
-    MERGES: Any  # merge with results over other keys
-
-
-class Tile(NamedTuple):
-    """Constants of a build: tile sizes, numbers of buffers, and how the warpgroups walk."""
-
-    WARPGROUPS: Any  # consumer warpgroups
-    ROWS: Any  # rows of queries per warpgroup
-    BLOCK_N: Any  # keys per tile
-    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
-    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
-    HEAD_DIM_V: Any  # the same two for values and output
-    NARROW_V: Any
-    BUFFERS_Q: Any  # query buffers per warpgroup
-    STAGES_K: Any
-    STAGES_V: Any
-    STAGES_B: Any  # stages of the bias
-    SHARE: Any  # the output is stored from the buffer of the queries
-    PIPELINE: Any  # the walk does not stop between blocks of queries
-    LAG: Any  # pivots may be smaller than the maxima
-    ORDERED: Any  # the softmax ends before the wait for the product with the values
-
-
-class Problem(NamedTuple):
-    """Tensors and numbers of a call that the consumers read; the producer reads some of them."""
-
-    lse_ptr: Any
-    cu_seqlens_q_ptr: Any  # None: all sequences have one length
-    alibi_slopes_ptr: Any
-    sinks_ptr: Any
-    factors_ptr: Any  # FP8: one factor of the scores and one of the values per head
-    rng_state_ptr: Any  # None without dropout
-    scale: Any
-    softcap: Any
-    keep_scale: Any
-    dropout_threshold: Any
-    window_left: Any
-    window_right: Any
-    batch: Any
-    heads_q: Any
-    tokens_q: Any
-    stride_alibi_b: Any
-    bias: Any  # None, or its ``BiasRing``
-    before: Any  # None, or ``Before``
-
-
-class Schedule(NamedTuple):
-    """Values that only the producer reads: key lengths, and the order of the query blocks."""
-
-    ticket_ptr: Any  # tile counter: the query blocks that programs have taken
-    cu_seqlens_k_ptr: Any
-    seqused_k_ptr: Any
-    tokens_k: Any
-    tiles: Any  # ``locate`` explains tiles, span and last
-    span: Any
-    last: Any
-    total: Any
-    bias_desc: Any
-
-
-class Before(NamedTuple):
-    """Earlier results over other keys, in ``out`` and ``lse``; the merged results replace them."""
-
-    stride_lse_b: Any
-    stride_lse_h: Any
-    full: Any  # one mbarrier per warpgroup: its tile of the earlier output is in ``out_s``
+from .arguments import Numbers, Tensors
 
 
 class Finished(NamedTuple):
@@ -125,6 +47,25 @@ class Pipeline(NamedTuple):
     v_full: Any
     tile_full: Any  # of ``fields_s``
     tile_empty: Any
+
+
+class Program(NamedTuple):
+    """State that the roles of a warp-specialised program share.
+
+    ``gl.warp_specialize`` hands it to the warps in the order of the fields.
+    """
+
+    out_descs: Any  # a tuple of maps, one for each panel
+    pipeline: Pipeline
+    tensors: Tensors
+    numbers: Numbers
+    bias: Any  # None, or a ``BiasRing``
+    # None, or with ``MERGES`` one mbarrier per warpgroup: its tile of the earlier output, which
+    # the merged output replaces, is in ``out_s``
+    before: Any
+    # None, or [STAGES_K, 1]: numbers of keys from a tile's first key on to the end of its segment
+    tails_s: Any
+    factor: Any  # in consumers: brings logits to base 2
 
 
 class Task(NamedTuple):

@@ -8,6 +8,7 @@ the left end of the window cuts. Each kind has its own loop, so most tiles run n
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
 from ...._linked.hopper.pipeline import (
     EMPTY,
+    LOG2E,
     NEG_INF,
     TURN,
     barrier_arrive,
@@ -31,20 +32,20 @@ from ..panels import (
 )
 from .alibi import AHEAD, CUT, WHOLE, largest, less_pivot, start_tilted, tilted
 from .bias import add_bias
-from .structures import State
+from .structures import Program, State
 
 
 @gluon.jit
 def tiles_of(
-    block, first_row, problem, TOKENS: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    block, first_row, TOKENS: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Return the ``key_tiles`` of ``TOKENS`` tokens of a block of queries."""
     return key_tiles(
         first_row,
         block.len_q,
         block.len_k,
-        problem.window_left,
-        problem.window_right,
+        program.numbers.window_left,
+        program.numbers.window_right,
         OPTIONS.HAS_LEFT,
         OPTIONS.HAS_RIGHT,
         TOKENS,
@@ -53,84 +54,95 @@ def tiles_of(
 
 
 @gluon.jit
-def logits(s, first, scale, walk, problem, OPTIONS: gl.constexpr):
+def logits(s, first, scale, walk, program, OPTIONS: gl.constexpr):
     """Return the base-2 logits of products, ``[ROWS, BLOCK_N]``; see ``logits_of``."""
-    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    HAS_ALIBI: gl.constexpr = program.tensors.alibi_slopes_ptr is not None
+    softcap = program.numbers.softcap
     return logits_of(
-        s, walk.rows, first, scale, problem.softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
+        s, walk.rows, first, scale, softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
+    )
+
+
+@gluon.jit
+def factor_of(scale, program, OPTIONS: gl.constexpr):
+    """Return the factor that brings logits to base 2.
+
+    The exponential's multiply-add applies the scale; it is positive, so the maximum commutes.
+    """
+    factor = scale * LOG2E
+    if OPTIONS.HAS_SOFTCAP or program.tensors.alibi_slopes_ptr is not None:
+        factor = 1.0
+    return factor
+
+
+@gluon.jit
+def with_factor(program, OPTIONS: gl.constexpr):
+    """Return the ``Program`` of a consumer."""
+    return Program(
+        program.out_descs,
+        program.pipeline,
+        program.tensors,
+        program.numbers,
+        program.bias,
+        program.before,
+        program.tails_s,
+        factor_of(program.numbers.scale, program, OPTIONS),
     )
 
 
 @gluon.jit
 def start(
-    s,
-    first,
-    turn,
-    factor,
-    walk,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    s, first, turn, walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Begin a block's softmax with its first tile's products; return as ``start_softmax`` does."""
-    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
-    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    HAS_ALIBI: gl.constexpr = program.tensors.alibi_slopes_ptr is not None
+    FLOOR: gl.constexpr = LEAST_LOGIT if program.bias is not None else NEG_INF
     cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, s.type.layout))
     if HAS_ALIBI:
-        s, level = tilted(s, first, problem.scale, walk, problem, CUT, OPTIONS)
+        s, level = tilted(s, first, program.numbers.scale, walk, program, CUT, OPTIONS)
     else:
-        s = logits(s, first, problem.scale, walk, problem, OPTIONS)
-    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
-    s = hide(s, cols, walk, problem, OPTIONS)
+        s = logits(s, first, program.numbers.scale, walk, program, OPTIONS)
+    s = add_bias(s, turn, W, program, OPTIONS, TILE)
+    s = hide(s, cols, walk, program, OPTIONS)
     if HAS_ALIBI:
         m, l, e = start_tilted(s, level, FLOOR)
     else:
-        m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
-    return m, l, drop_some(e, cols, walk, problem)
+        m, l, e = start_softmax(s, program.factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    return m, l, drop_some(e, cols, walk, program)
 
 
 @gluon.jit
-def hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
+def hide(s, cols, walk, program, OPTIONS: gl.constexpr):
     """Hide the keys that a row does not see."""
     rows = walk.rows
     limit = gl.full(rows.shape, walk.block.len_k - 1, gl.int32, rows.type.layout)  # [ROWS]
     if OPTIONS.HAS_RIGHT:
-        limit = gl.minimum(rows + problem.window_right, limit)
+        limit = gl.minimum(rows + program.numbers.window_right, limit)
     s = hide_unless(s, cols[None, :], limit[:, None])  # [ROWS, BLOCK_N]
     if OPTIONS.HAS_LEFT:
-        s = hide_unless(s, (rows - problem.window_left)[:, None], cols[None, :])
+        s = hide_unless(s, (rows - program.numbers.window_left)[:, None], cols[None, :])
     return s
 
 
 @gluon.jit
-def drop_some(e, cols, walk, problem):
+def drop_some(e, cols, walk, program):
     """Return the exponentials with 0 where dropout drops; the softmax's sums count them all."""
-    if problem.rng_state_ptr is not None:
+    if program.tensors.rng_state_ptr is not None:
         # from the key that a row stands at back to its index in the sequence
         rows = walk.rows - (walk.block.len_k - walk.block.len_q)
-        e = drop(e, rows, cols, walk.dropout, problem.dropout_threshold)
+        e = drop(e, rows, cols, walk.dropout, program.numbers.dropout_threshold)
     return e
 
 
 @gluon.jit
-def begin(
-    turn,
-    count,
-    walk,
-    factor,
-    pipeline,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def begin(turn, count, walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Fold a block's first tile of keys into an empty softmax and return the ``State``.
 
     No other product of the warpgroup overlaps with this softmax.
     """
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    pipeline = program.pipeline
     stage = turn % TILE.STAGES_K
     buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
     q = tile_of(pipeline.q_s, buffer, TILE.ROWS)  # [ROWS, HEAD_DIM]
@@ -144,22 +156,14 @@ def begin(
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
     first = (walk.high - 1) * TILE.BLOCK_N
-    m, l, e = start(s, first, turn, factor, walk, problem, W, OPTIONS, TILE)
+    m, l, e = start(s, first, turn, walk, W, program, OPTIONS, TILE)
     p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
     return State(no_output(TILE), m, l, p, turn + 1)
 
 
 @gluon.jit
 def attend(
-    state,
-    walk,
-    buffer,
-    factor,
-    pipeline,
-    problem,
-    W: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    state, walk, buffer, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Fold all tiles of keys but the first into the softmax; return the ``State``.
 
@@ -168,74 +172,24 @@ def attend(
     cuts. With a softcap a mask costs little, so one loop takes all tiles. With ALiBi the loops take
     keys after the rows, keys on both sides, and keys before the rows.
     """
-    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    HAS_ALIBI: gl.constexpr = program.tensors.alibi_slopes_ptr is not None
     IS_MASKED: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
     IS_HEAVY: gl.constexpr = IS_MASKED and OPTIONS.HAS_SOFTCAP
     stop = walk.high - 1
     if HAS_ALIBI and not OPTIONS.HAS_RIGHT and not IS_HEAVY:
-        state = fold(
-            state,
-            walk.ahead,
-            stop,
-            walk,
-            buffer,
-            factor,
-            pipeline,
-            problem,
-            W,
-            OPTIONS,
-            TILE,
-            AHEAD,
-        )
+        state = fold(state, walk.ahead, stop, walk, buffer, AHEAD, W, program, OPTIONS, TILE)
         state = with_pairs(state)
         stop = walk.ahead
     if (OPTIONS.HAS_RIGHT or HAS_ALIBI) and not IS_HEAVY:
-        state = fold(
-            state,
-            walk.behind,
-            stop,
-            walk,
-            buffer,
-            factor,
-            pipeline,
-            problem,
-            W,
-            OPTIONS,
-            TILE,
-            CUT,
-        )
+        state = fold(state, walk.behind, stop, walk, buffer, CUT, W, program, OPTIONS, TILE)
         state = with_pairs(state)
         stop = walk.behind
     if not IS_HEAVY:
-        state = fold(
-            state,
-            walk.left,
-            stop,
-            walk,
-            buffer,
-            factor,
-            pipeline,
-            problem,
-            W,
-            OPTIONS,
-            TILE,
-            WHOLE,
-        )
+        state = fold(state, walk.left, stop, walk, buffer, WHOLE, W, program, OPTIONS, TILE)
         stop = walk.left
     if OPTIONS.HAS_LEFT or IS_HEAVY:
         state = fold(
-            with_pairs(state),
-            walk.low,
-            stop,
-            walk,
-            buffer,
-            factor,
-            pipeline,
-            problem,
-            W,
-            OPTIONS,
-            TILE,
-            CUT,
+            with_pairs(state), walk.low, stop, walk, buffer, CUT, W, program, OPTIONS, TILE
         )
     return state
 
@@ -253,20 +207,19 @@ def fold(
     stop,
     walk,
     buffer,
-    factor,
-    pipeline,
-    problem,
+    KIND: gl.constexpr,
     W: gl.constexpr,
+    program,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
-    KIND: gl.constexpr,
 ):
     """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
-    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    HAS_ALIBI: gl.constexpr = program.tensors.alibi_slopes_ptr is not None
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
-    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    FLOOR: gl.constexpr = LEAST_LOGIT if program.bias is not None else NEG_INF
+    pipeline = program.pipeline
     if TILE.BUFFERS_Q > 1:
         q = tile_of(pipeline.q_s, opaque(buffer), TILE.ROWS)  # [ROWS, HEAD_DIM]
     else:
@@ -290,24 +243,24 @@ def fold(
         first = (stop - 1 - step) * TILE.BLOCK_N
         cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
         if HAS_ALIBI:
-            s, level = tilted(s, first, problem.scale, walk, problem, KIND, OPTIONS)
+            s, level = tilted(s, first, program.numbers.scale, walk, program, KIND, OPTIONS)
         else:
-            s = logits(s, first, problem.scale, walk, problem, OPTIONS)
-        s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
+            s = logits(s, first, program.numbers.scale, walk, program, OPTIONS)
+        s = add_bias(s, turn, W, program, OPTIONS, TILE)
         if KIND == CUT:
-            s = hide(s, cols, walk, problem, OPTIONS)
+            s = hide(s, cols, walk, program, OPTIONS)
         if HAS_ALIBI:
             top = largest(s, level)  # [ROWS]
         else:
-            top = gl.max(s, 1) * factor
+            top = gl.max(s, 1) * program.factor
         m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
         pivot = m_new
-        if KIND == CUT or problem.bias is not None:
+        if KIND == CUT or program.bias is not None:
             pivot = gl.where(m_new <= FLOOR, 0.0, m_new)
         if HAS_ALIBI:
             e = gl.exp2(less_pivot(s, level, pivot))  # [ROWS, BLOCK_N]
         else:
-            e = gl.exp2(s * factor - pivot[:, None])
+            e = gl.exp2(s * program.factor - pivot[:, None])
         alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         if TILE.ORDERED:
@@ -316,7 +269,7 @@ def fold(
             l = l * gl.convert_layout(alpha, L)[:, None] + sums
         else:
             l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)
-        e = drop_some(e, cols, walk, problem)
+        e = drop_some(e, cols, walk, program)
         m = m_new
         o = wait_for_values(o)
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)

@@ -1,0 +1,177 @@
+"""Structures that the launches of the Hopper backward pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...._linked.launch.entries import Foreign, Map, Number, Pointer
+
+# ---- ``backward_kernel``
+
+
+class PanelMaps(NamedTuple):
+    """The tensor maps of one panel of each tensor; see ``panels.py``."""
+
+    q: Map
+    k: Map
+    v: Map
+    dout: Map
+    dk: Map
+    dv: Map
+
+
+class Maps(NamedTuple):
+    """All tensor maps, and the sums of dq; maps from ``narrow`` on may be None."""
+
+    wide: PanelMaps
+    narrow: PanelMaps
+    bias: Map
+    ds: Map  # stored gradients of scores; see ``keep_gradient``
+    sums: Map  # of dq: a map, or a pointer; see ``adds_by_threads``
+    sums_narrow: Map  # if ``sums`` is a map: the map of the narrow panels
+
+
+class Tensors(NamedTuple):
+    """The other tensors of a call."""
+
+    lse2_ptr: Pointer  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
+    delta_ptr: Pointer  # the same shape
+    alibi_slopes_ptr: Foreign = None  # None, or [heads_q] for each sequence
+    rng_state_ptr: Foreign = None  # without dropout None
+    cu_seqlens_q_ptr: Foreign = None  # None, or [batch + 1]
+    cu_seqlens_k_ptr: Foreign = None
+    seqused_k_ptr: Foreign = None  # None, or [batch]
+    # 0 before the launch. With ``ORDERED``: the number of programs that have begun, then for each
+    # half of a tile of dq the number of additions to it. With ``SHARES_DS``: for each block of keys
+    # of a shared bias, the programs that have begun and the tiles of its gradient that are stored
+    counters_ptr: Pointer = None
+
+
+class Numbers(NamedTuple):
+    """The numbers of a call."""
+
+    scale: Number
+    softcap: Number
+    window_left: Number
+    window_right: Number
+    batch: Number
+    heads_k: Number
+    tokens_q: Number  # of a sequence; packed: of all sequences
+    tokens_k: Number
+    tiles: Number  # blocks of keys of a sequence; packed: slots for the blocks of all sequences
+    tiles_q: Number  # the same for tiles of queries
+    span: Number  # heads that are walked together
+    keep_scale: Number  # factor of kept probabilities; see ``_reference/philox.py``
+    dropout_threshold: Number  # draws below it are dropped
+    stride_alibi_b: Number
+    # with stored gradients of scores: the sequences and key heads of a launch
+    first_sequence: Number
+    first_head: Number
+    heads_here: Number  # key heads of each sequence
+    # with shared gradients of scores: how many neighbours add theirs up in memory
+    sequences_together: Number
+    heads_together: Number  # key heads
+
+
+class Options(NamedTuple):
+    """Constants of a call's signature."""
+
+    GROUP: Any  # query heads per key head
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    HAS_SOFTCAP: Any
+    RAGGED: Any  # the tensor maps are ragged; see ``coordinates``
+    APART_Q: Any = False  # a tile may begin inside a group of queries with one draw: ``dropout.py``
+    APART_K: Any = False  # a tile may begin inside a group of keys with one draw
+    BIAS_BATCH: Any = False  # which dimensions of a bias are not broadcast
+    BIAS_HEADS: Any = False
+    BIAS_ROWS: Any = False
+    ORDERED: Any = False  # dq repeats bit for bit; see ``order.py``
+    ADDS_DS: Any = False  # gradients of scores are added to earlier ones in memory; ``BiasSum``
+    SHARES_DS: Any = False  # programs that share a bias add their gradients up: ``shared_bias.py``
+    CLEARS_DS: Any = False  # zeros are stored where a mask hides whole tiles of gradients
+
+
+class Tile(NamedTuple):
+    """Sizes of the tiles and of the rings."""
+
+    BLOCK_M: Any  # queries per step
+    BLOCK_N: Any  # keys per program
+    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
+    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
+    HEAD_DIM_V: Any  # the same two for values and output gradients
+    NARROW_V: Any
+    STAGES_Q: Any  # of the ring of queries
+    STAGES_O: Any  # of the ring of output gradients
+    STAGES_B: Any  # of the ring of the bias
+    MAKES_DK: Any  # the launch makes dk and dq; if not, only dv
+    MAKES_DV: Any
+
+
+# ---- ``round_dq_kernel``
+
+
+class RoundingTensors(NamedTuple):
+    """Tensors of ``round_dq_kernel``."""
+
+    sums_ptr: Pointer
+    dq_ptr: Pointer
+    cu_seqlens_q_ptr: Foreign
+    cu_seqlens_k_ptr: Foreign
+    seqused_k_ptr: Foreign
+
+
+class RoundingNumbers(NamedTuple):
+    """Numbers of ``round_dq_kernel``."""
+
+    scale: Number
+    window_right: Number
+    batch: Number
+    heads_q: Number
+    tokens_q: Number
+    tokens_k: Number
+    tiles: Number
+
+
+class RoundingOptions(NamedTuple):
+    """Constants of ``round_dq_kernel``."""
+
+    HAS_RIGHT: Any
+    BLOCK_M: Any
+    HEAD_DIM: Any
+    WIDE: Any
+    NARROW: Any
+
+
+# ---- ``sum_bias_kernel``
+
+
+class BiasSumTensors(NamedTuple):
+    """Tensors of ``sum_bias_kernel``."""
+
+    ds_ptr: Pointer
+    dbias_ptr: Pointer
+
+
+class BiasSumNumbers(NamedTuple):
+    """Numbers of ``sum_bias_kernel``."""
+
+    keep_scale: Number
+    window_right: Number
+    batch: Number
+    heads_q: Number
+    tokens_q: Number
+    tokens_k: Number
+    tiles_q: Number
+    tiles_k: Number
+
+
+class BiasSumOptions(NamedTuple):
+    """Constants of ``sum_bias_kernel``."""
+
+    HAS_RIGHT: Any
+    BIAS_BATCH: Any
+    BIAS_HEADS: Any
+    ACCESS: Any  # elements per memory access
+    BLOCK_M: Any
+    BLOCK_N: Any
