@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..._dense.hopper.forward.arguments import Numbers, PanelMaps, Tensors
 from ..._dense.hopper.forward.kernel import make_pipeline
-from ..._dense.hopper.forward.structures import Program
+from ..._dense.hopper.forward.structures import Panels, Program
 from ..._linked.hopper.compat import gl, gluon
 from ..._linked.launch.entries import entry
 from .arguments import ForwardNumbers, ForwardTensors
@@ -25,8 +25,8 @@ def tree_forward_kernel(
     The programs are persistent and warp-specialised, like those of ``forward_kernel``.
     """
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    q_descs, k_descs, v_descs, out_descs = (maps.q,), (maps.k,), (maps.v,), (maps.out,)
-    pipeline = make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE)
+    panels = Panels((maps.q,), (maps.k,), (maps.v,), (maps.out,))
+    pipeline = make_pipeline(panels, TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tails_s = gl.allocate_shared_memory(gl.int32, [TILE.STAGES_K, 1], PLAIN)
     dense = Tensors(
@@ -55,14 +55,14 @@ def tree_forward_kernel(
         stride_lse_b=0,
         stride_lse_h=0,
     )
-    program = Program(out_descs, pipeline, dense, own, None, None, tails_s, None)
+    program = Program(panels, pipeline, dense, own, None, None, tails_s, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
-            (produce, (q_descs, k_descs, v_descs, program, tensors.parents_ptr, OPTIONS, TILE)),
+            (produce, (program, tensors.parents_ptr, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],

@@ -88,7 +88,7 @@ def _announce(task, tails, wholes, index, count, pipeline):
 
 
 @gluon.jit
-def _copy_keys(where, keys, turn, descs, program, TILE: gl.constexpr):
+def _copy_keys(where, keys, turn, program, TILE: gl.constexpr):
     """Copy a tile of keys, and store ``keys``, ``[1]``, its number of keys, in ``tails_s``."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     pipeline = program.pipeline
@@ -96,13 +96,11 @@ def _copy_keys(where, keys, turn, descs, program, TILE: gl.constexpr):
     if turn >= TILE.STAGES_K:
         barrier_sync(EMPTY + stage, PARTIES, 1)
     program.tails_s.index(stage).store(keys)
-    copy_tile(descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
+    copy_tile(program.maps.k_descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
 
 
 @gluon.jit
-def produce(
-    q_descs, k_descs, v_descs, program, parents_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def produce(program, parents_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy queries, keys and values by TMA into shared memory, in the order of their use.
 
     Two sweeps go up the path: the first for tiles that need a mask, the second for whole tiles. So
@@ -145,21 +143,21 @@ def produce(
                     row = (stop - 1 - step) * BLOCK_N
                     where = coordinates(0, head_k, run.start, run.length, row, True)
                     keys = zero + (run.length - row)  # [1]
-                    _copy_keys(where, keys, turn, k_descs, program, TILE)
+                    _copy_keys(where, keys, turn, program, TILE)
                     turn += 1
                     if is_first:
                         for w in gl.static_range(TILE.WARPGROUPS):
                             buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
                             at = task.first_row + w * TILE.ROWS
                             where = coordinates(0, task.head, task.q_start, task.len_q, at, True)
-                            copy_queries(where, buffer, count, q_descs, program, TILE)
+                            copy_queries(where, buffer, count, program, TILE)
                         if TILE.PIPELINE:
                             # the atomic runs while the first keys arrive
                             ticket = take_ticket(program)
                     else:
                         # values are copied one tile after their keys
                         where = coordinates(0, head_k, last_start, last_length, last_row, True)
-                        copy_values(where, turn_v, v_descs, program, TILE)
+                        copy_values(where, turn_v, program, TILE)
                         turn_v += 1
                     is_first = False
                     last_start = run.start
@@ -171,7 +169,7 @@ def produce(
                 low = gl.where(sweep == 0, run.length // BLOCK_N, 0)
                 stop = gl.where(sweep == 0, gl.cdiv(run.length, BLOCK_N), run.length // BLOCK_N)
         where = coordinates(0, head_k, last_start, last_length, last_row, True)
-        copy_values(where, turn_v, v_descs, program, TILE)
+        copy_values(where, turn_v, program, TILE)
         turn_v += 1
         count += 1
         if not TILE.PIPELINE:
@@ -183,11 +181,11 @@ def produce(
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box
             # with zeros for it
             where = coordinates(0, 0, 0, 0, 0, True)
-            _copy_keys(where, zero, turn, k_descs, program, TILE)
+            _copy_keys(where, zero, turn, program, TILE)
             turn += 1
             for w in gl.static_range(TILE.WARPGROUPS):
                 buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
-                copy_queries(where, buffer, count, q_descs, program, TILE)
+                copy_queries(where, buffer, count, program, TILE)
     drain(turn, EMPTY, STAGES_K, PARTIES)
     drain(turn_v, EMPTY + STAGES_K, STAGES_V, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:

@@ -19,18 +19,18 @@ def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     tiles = gl.allocate_shared_memory(desc.dtype, [TILES, 1, 1, 1, ROWS, TILE.BLOCK_N], desc.layout)
     full = barriers(TILE.STAGES_B, 1)
     hopper.fence_async_shared()
-    return BiasRing(tiles, full)
+    return BiasRing(desc, tiles, full)
 
 
 @gluon.jit
-def copy_bias(task, first_key, turn, desc, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def copy_bias(task, first_key, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy a tile of the bias once its stage is empty; the producer calls this.
 
     The bias's named barriers come after those of the keys and the values.
     """
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V
     PARTS: gl.constexpr = TILE.WARPGROUPS if OPTIONS.BIAS_ROWS else 1
-    ring = program.bias
+    ring, desc = program.bias, program.bias.desc
     stage = turn % TILE.STAGES_B
     if turn >= TILE.STAGES_B:
         barrier_sync(FIRST + stage, 128 * TILE.WARPGROUPS + 32, 1)

@@ -10,7 +10,7 @@ from .arguments import Maps, Numbers, Tensors
 from .bias import make_ring
 from .consumer import consume
 from .producer import produce
-from .structures import Pipeline, Program
+from .structures import Panels, Pipeline, Program
 
 
 @entry(gluon.jit)
@@ -27,25 +27,27 @@ def forward_kernel(
     """
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     wide, narrow = maps.wide, maps.narrow
-    q_descs = (wide.q, narrow.q) if TILE.NARROW > 0 else (wide.q,)
-    k_descs = (wide.k, narrow.k) if TILE.NARROW > 0 else (wide.k,)
-    v_descs = (wide.v, narrow.v) if TILE.NARROW_V > 0 else (wide.v,)
-    out_descs = (wide.out, narrow.out) if TILE.NARROW_V > 0 else (wide.out,)
+    panels = Panels(
+        (wide.q, narrow.q) if TILE.NARROW > 0 else (wide.q,),
+        (wide.k, narrow.k) if TILE.NARROW > 0 else (wide.k,),
+        (wide.v, narrow.v) if TILE.NARROW_V > 0 else (wide.v,),
+        (wide.out, narrow.out) if TILE.NARROW_V > 0 else (wide.out,),
+    )
     bias = None
     if maps.bias is not None:
         bias = make_ring(maps.bias, OPTIONS, TILE)
     before = None
     if OPTIONS.MERGES:
         before = barriers(WARPGROUPS, 1)
-    pipeline = make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE)
-    program = Program(out_descs, pipeline, tensors, numbers, bias, before, None, None)
+    pipeline = make_pipeline(panels, TILE)
+    program = Program(panels, pipeline, tensors, numbers, bias, before, None, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
-            (produce, (q_descs, k_descs, v_descs, program, maps.bias, OPTIONS, TILE)),
+            (produce, (program, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],
@@ -53,16 +55,16 @@ def forward_kernel(
 
 
 @gluon.jit
-def make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE: gl.constexpr):
+def make_pipeline(maps, TILE: gl.constexpr):
     """Allocate the buffers in shared memory and initialise the mbarriers."""
     QUERIES: gl.constexpr = TILE.BUFFERS_Q * TILE.WARPGROUPS
-    q_s = allocate(q_descs, QUERIES)
-    k_s = allocate(k_descs, TILE.STAGES_K)
-    v_s = allocate(v_descs, TILE.STAGES_V)
+    q_s = allocate(maps.q_descs, QUERIES)
+    k_s = allocate(maps.k_descs, TILE.STAGES_K)
+    v_s = allocate(maps.v_descs, TILE.STAGES_V)
     if TILE.SHARE:
         out_s = q_s
     else:
-        out_s = allocate(out_descs, TILE.WARPGROUPS)
+        out_s = allocate(maps.out_descs, TILE.WARPGROUPS)
     fields_s = gl.allocate_shared_memory(
         gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )

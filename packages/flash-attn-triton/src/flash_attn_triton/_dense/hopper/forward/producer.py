@@ -158,15 +158,15 @@ def _announce(task, index, count, pipeline):
 
 
 @gluon.jit
-def copy_queries(where, buffer, count, descs, program, TILE: gl.constexpr):
+def copy_queries(where, buffer, count, program, TILE: gl.constexpr):
     """Copy a warpgroup's rows of a block of queries once their buffer is empty."""
     pipeline = program.pipeline
     mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)
-    copy_tile(descs, where, pipeline.q_full.index(buffer), pipeline.q_s, buffer)
+    copy_tile(program.maps.q_descs, where, pipeline.q_full.index(buffer), pipeline.q_s, buffer)
 
 
 @gluon.jit
-def copy_keys(where, turn, descs, program, TILE: gl.constexpr):
+def copy_keys(where, turn, program, TILE: gl.constexpr):
     """Copy a tile of keys once its stage is empty.
 
     Consumers arrive at named barrier ``EMPTY + stage`` when they have read the stage.
@@ -176,18 +176,18 @@ def copy_keys(where, turn, descs, program, TILE: gl.constexpr):
     stage = turn % TILE.STAGES_K
     if turn >= TILE.STAGES_K:
         barrier_sync(EMPTY + stage, PARTIES, 1)
-    copy_tile(descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
+    copy_tile(program.maps.k_descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
 
 
 @gluon.jit
-def copy_values(where, turn, descs, program, TILE: gl.constexpr):
+def copy_values(where, turn, program, TILE: gl.constexpr):
     """Copy a tile of values once its stage is empty."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     pipeline = program.pipeline
     stage = turn % TILE.STAGES_V
     if turn >= TILE.STAGES_V:
         barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)
-    copy_tile(descs, where, pipeline.v_full.index(stage), pipeline.v_s, stage)
+    copy_tile(program.maps.v_descs, where, pipeline.v_full.index(stage), pipeline.v_s, stage)
 
 
 @gluon.jit
@@ -199,9 +199,7 @@ def drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr
 
 
 @gluon.jit
-def produce(
-    q_descs, k_descs, v_descs, program, bias_desc, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy queries, keys and values by TMA into shared memory, in the order of their use."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     STAGES_K: gl.constexpr = TILE.STAGES_K
@@ -211,7 +209,7 @@ def produce(
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     EMPTY_V: gl.constexpr = EMPTY + STAGES_K
     # FP8 values come from whole tiles; see ``values.py``
-    TRANSPOSED: gl.constexpr = v_descs[0].dtype.primitive_bitwidth == 8
+    TRANSPOSED: gl.constexpr = program.maps.v_descs[0].dtype.primitive_bitwidth == 8
     UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
     total = program.numbers.total  # blocks of queries, of all programs
@@ -232,10 +230,10 @@ def produce(
             if step < steps:
                 row = (high - 1 - step) * BLOCK_N
                 where = coordinates(task.sequence, head_k, task.k_start, task.len_k, row, RAGGED)
-                copy_keys(where, turn, k_descs, program, TILE)
+                copy_keys(where, turn, program, TILE)
                 if program.bias is not None:
                     key = (high - 1 - step) * BLOCK_N
-                    copy_bias(task, key, turn, bias_desc, program, OPTIONS, TILE)
+                    copy_bias(task, key, turn, program, OPTIONS, TILE)
                 turn += 1
             if step == 0:
                 for w in gl.static_range(TILE.WARPGROUPS):
@@ -244,7 +242,7 @@ def produce(
                     where = coordinates(
                         task.sequence, task.head, task.q_start, task.len_q, row, RAGGED
                     )
-                    copy_queries(where, buffer, count, q_descs, program, TILE)
+                    copy_queries(where, buffer, count, program, TILE)
                 if TILE.PIPELINE:
                     # the atomic runs while the first keys arrive
                     ticket = take_ticket(program)
@@ -259,7 +257,7 @@ def produce(
                     where = coordinates(
                         task.sequence, head_k, task.k_start, task.len_k, row, RAGGED
                     )
-                copy_values(where, turn_v, v_descs, program, TILE)
+                copy_values(where, turn_v, program, TILE)
                 turn_v += 1
         count += 1
         if not TILE.PIPELINE:
@@ -271,15 +269,15 @@ def produce(
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box
             # with zeros for it
             where = coordinates(0, 0, 0, 0, program.numbers.tokens_k, RAGGED)
-            copy_keys(where, turn, k_descs, program, TILE)
+            copy_keys(where, turn, program, TILE)
             if program.bias is not None:
                 none = Task(0, 0, 0, 0, 0, 0, 0)
-                copy_bias(none, 0, turn, bias_desc, program, OPTIONS, TILE)
+                copy_bias(none, 0, turn, program, OPTIONS, TILE)
             turn += 1
             for w in gl.static_range(TILE.WARPGROUPS):
                 buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
                 where = coordinates(0, 0, 0, 0, program.numbers.tokens_q, RAGGED)
-                copy_queries(where, buffer, count, q_descs, program, TILE)
+                copy_queries(where, buffer, count, program, TILE)
     drain(turn, EMPTY, STAGES_K, PARTIES)
     drain(turn_v, EMPTY_V, STAGES_V, PARTIES)
     if program.bias is not None:

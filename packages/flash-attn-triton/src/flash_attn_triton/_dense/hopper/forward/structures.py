@@ -24,8 +24,9 @@ class Finished(NamedTuple):
 
 
 class BiasRing(NamedTuple):
-    """Tiles of the bias in shared memory, and the mbarriers that signal a full stage."""
+    """The bias: its map, tiles in shared memory, and mbarriers that signal a full stage."""
 
+    desc: Any
     tiles: Any  # [STAGES_B * WARPGROUPS, 1, 1, 1, ROWS, BLOCK_N], of one row [STAGES_B, ..]
     full: Any
 
@@ -49,13 +50,22 @@ class Pipeline(NamedTuple):
     tile_empty: Any
 
 
+class Panels(NamedTuple):
+    """The maps of each tensor, a tuple of one or two; see ``panels.py``."""
+
+    q_descs: Any
+    k_descs: Any
+    v_descs: Any
+    out_descs: Any
+
+
 class Program(NamedTuple):
     """State that the roles of a warp-specialised program share.
 
     ``gl.warp_specialize`` hands it to the warps in the order of the fields.
     """
 
-    out_descs: Any  # a tuple of maps, one for each panel
+    maps: Panels
     pipeline: Pipeline
     tensors: Tensors
     numbers: Numbers

@@ -79,7 +79,7 @@ def factor_of(scale, program, OPTIONS: gl.constexpr):
 def with_factor(program, OPTIONS: gl.constexpr):
     """Return the ``Program`` of a consumer."""
     return Program(
-        program.out_descs,
+        program.maps,
         program.pipeline,
         program.tensors,
         program.numbers,
