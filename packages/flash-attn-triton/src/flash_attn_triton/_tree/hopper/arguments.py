@@ -7,16 +7,6 @@ from typing import NamedTuple
 from ..._linked.launch.entries import Foreign, Number, Pointer
 
 
-class ForwardTensors(NamedTuple):
-    """Tensors of ``tree_forward_kernel`` that have no map; ``sinks_ptr`` is optional."""
-
-    lse_ptr: Foreign
-    ticket_ptr: Foreign
-    sinks_ptr: Foreign
-    cu_seqlens_ptr: Foreign
-    parents_ptr: Foreign
-
-
 class ForwardNumbers(NamedTuple):
     """Numbers of ``tree_forward_kernel``."""
 

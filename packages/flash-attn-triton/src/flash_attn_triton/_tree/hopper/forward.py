@@ -6,8 +6,8 @@ from ..._dense.hopper.forward.arguments import Numbers, PanelMaps, Tensors
 from ..._dense.hopper.forward.kernel import make_pipeline
 from ..._dense.hopper.forward.structures import Panels, Program
 from ..._linked.hopper.compat import gl, gluon
-from ..._linked.launch.entries import entry
-from .arguments import ForwardNumbers, ForwardTensors
+from ..._linked.launch.entries import Foreign, entry
+from .arguments import ForwardNumbers
 from .consumer import consume
 from .producer import produce
 
@@ -15,7 +15,8 @@ from .producer import produce
 @entry(gluon.jit)
 def tree_forward_kernel(
     maps: PanelMaps,
-    tensors: ForwardTensors,
+    tensors: Tensors,
+    parents_ptr: Foreign,
     numbers: ForwardNumbers,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
@@ -29,14 +30,8 @@ def tree_forward_kernel(
     pipeline = make_pipeline(panels, TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tails_s = gl.allocate_shared_memory(gl.int32, [TILE.STAGES_K, 1], PLAIN)
-    dense = Tensors(
-        lse_ptr=tensors.lse_ptr,
-        ticket_ptr=tensors.ticket_ptr,
-        sinks_ptr=tensors.sinks_ptr,
-        cu_seqlens_q_ptr=tensors.cu_seqlens_ptr,
-    )
     # causal within the own segment
-    own = Numbers(
+    dense = Numbers(
         scale=numbers.scale,
         softcap=numbers.softcap,
         keep_scale=1.0,
@@ -55,14 +50,14 @@ def tree_forward_kernel(
         stride_lse_b=0,
         stride_lse_h=0,
     )
-    program = Program(panels, pipeline, dense, own, None, None, tails_s, None)
+    program = Program(panels, pipeline, tensors, dense, None, None, tails_s, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
-            (produce, (program, tensors.parents_ptr, OPTIONS, TILE)),
+            (produce, (program, parents_ptr, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],

@@ -30,7 +30,7 @@ from ..._linked.launch.runtime import MAX_COUNTS, Launch, dense
 from ..portable.arguments import CountTensors
 from ..portable.links import LINKS, Links
 from ..portable.walk import count_below_kernel
-from .arguments import BackwardNumbers, BackwardTensors, ForwardNumbers, ForwardTensors
+from .arguments import BackwardNumbers, BackwardTensors, ForwardNumbers
 from .backward import tree_backward_kernel
 from .forward import tree_forward_kernel
 
@@ -96,13 +96,13 @@ class HopperTreeForward:
             min(multiprocessors(q.device), total),
             (
                 *forward.PanelMaps(q=q, k=x.k, v=x.v, out=out),
-                *ForwardTensors(
+                *forward.Tensors(
                     lse_ptr=lse,
                     ticket_ptr=new_ticket(q.device),
                     sinks_ptr=dense(x.sinks),
-                    cu_seqlens_ptr=dense(x.cu_seqlens_q),
-                    parents_ptr=dense(parents),
+                    cu_seqlens_q_ptr=dense(x.cu_seqlens_q),
                 ),
+                dense(parents),
             ),
             ForwardNumbers(
                 scale=form.scalars.scale,

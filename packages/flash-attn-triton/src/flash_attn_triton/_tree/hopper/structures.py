@@ -1,7 +1,4 @@
-"""Structures of arguments of the tree kernels on Hopper, in addition to those of the dense kernels.
-
-Fields in upper case are constants of a build; fields in lower case are run-time values.
-"""
+"""Structures that device functions of the tree kernels on Hopper pass on to each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Structures of arguments of the device functions of the Hopper backward.
-
-Fields in upper case are constants of a build, passed as ``gl.constexpr``; fields in lower case are
-run-time values.
-"""
+"""Structures that device functions of the Hopper backward pass on to each other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Structures of arguments of the device functions of the Hopper forward.
+"""Structures that device functions of the Hopper forward pass on to each other.
 
-Fields in upper case are constants of a build, passed as ``gl.constexpr``; fields in lower case are
-run-time values. No structure mixes the two: a constant inside a run-time structure becomes a
-tensor as soon as the structure is assigned to a name.
-
-``gl.warp_specialize`` stores captured values in the order of the fields.
+All fields are run-time values: a constant inside a run-time structure becomes a tensor as soon as
+the structure is assigned to a name. ``gl.warp_specialize`` stores captured values in the order of
+the fields.
 """
 
 from __future__ import annotations
