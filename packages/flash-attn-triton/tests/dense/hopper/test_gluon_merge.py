@@ -205,7 +205,7 @@ def test_results_of_packed_sequences(tile, forward, reverse):
         ("close_softmax", "lse, of_sink", "lse, 1.0 - shrink"),
         ("write_block", "mbarrier.wait(full, count & 1)", "pass"),
         ("write_block", "count & 1", "count + 1 & 1"),
-        ("write_block", "copy_tile(program.maps.out_descs, where, full, pipeline.out_s, W)", "pass"),
+        ("write_block", "copy_tile(maps.out_descs, where, full, pipeline.out_s, W)", "pass"),
         ("add_tile", "gl.static_range(1, len(o))", "gl.static_range(0)"),
     ],
 )

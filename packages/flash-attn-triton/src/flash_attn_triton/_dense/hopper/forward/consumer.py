@@ -175,7 +175,7 @@ def write_block(
     """
     PACK: gl.constexpr = OPTIONS.PACK
     ROWS: gl.constexpr = TILE.ROWS
-    pipeline = program.pipeline
+    maps, pipeline = program.maps, program.pipeline
     row = block.first_row + W * (ROWS // PACK)
     lse = finished.lse
     layout: gl.constexpr = lse.type.layout
@@ -188,11 +188,11 @@ def write_block(
     tma.store_wait(0)
     if program.before is not None:
         full = program.before.index(W)
-        copy_tile(program.maps.out_descs, where, full, pipeline.out_s, W)
+        copy_tile(maps.out_descs, where, full, pipeline.out_s, W)
         mbarrier.wait(full, count & 1)
         o = add_tile(o, finished.kept, pipeline.out_s, W, ROWS)
     store_tile(o, pipeline.out_s, W, ROWS)
-    copy_tile_out(program.maps.out_descs, where, pipeline.out_s, W)
+    copy_tile_out(maps.out_descs, where, pipeline.out_s, W)
 
 
 @gluon.jit
