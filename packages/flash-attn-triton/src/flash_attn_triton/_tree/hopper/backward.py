@@ -8,9 +8,8 @@ sums of dq lie. So the consumers walk one list of tiles: first masked tiles, the
 from __future__ import annotations
 
 from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors
-from ..._dense.hopper.backward.blocks import locate_keys, query_tiles
+from ..._dense.hopper.backward.blocks import DQ_TILE, FIRST_ROW, locate_keys, query_tiles
 from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline
-from ..._dense.hopper.backward.places import DQ_TILE, FIRST_ROW
 from ..._dense.hopper.backward.producer import INF, await_consumers, copy_block
 from ..._dense.hopper.backward.steps import MADE, PARTIES, consume
 from ..._dense.hopper.backward.structures import Block, Program, Walk

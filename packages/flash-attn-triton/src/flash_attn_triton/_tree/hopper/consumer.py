@@ -7,6 +7,7 @@ above that does not fill its last tile, then whole tiles.
 
 from ..._dense.hopper.forward.alibi import CUT, WHOLE
 from ..._dense.hopper.forward.consumer import close, cross, finish_block, survey, write_block
+from ..._dense.hopper.forward.producer import TAILS, WHOLES
 from ..._dense.hopper.forward.structures import Block, Walk
 from ..._dense.hopper.forward.walk import begin, fold, with_factor, with_pairs
 from ..._dense.hopper.panels import accumulator
@@ -25,7 +26,6 @@ from ..._linked.hopper.pipeline import (
     barrier_sync,
     field,
 )
-from .producer import TAILS, WHOLES
 from .structures import Path
 
 # a row after every key

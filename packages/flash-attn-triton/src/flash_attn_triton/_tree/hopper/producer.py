@@ -1,6 +1,7 @@
 """The producer warp of the forward over a tree: only it follows the path from a segment up."""
 
 from ..._dense.hopper.forward.producer import (
+    announce,
     copy_queries,
     copy_values,
     drain,
@@ -9,26 +10,16 @@ from ..._dense.hopper.forward.producer import (
 )
 from ..._dense.hopper.forward.structures import Search, Task
 from ..._dense.hopper.panels import copy_tile
-from ..._linked.hopper.compat import gl, gluon, mbarrier
+from ..._linked.hopper.compat import gl, gluon
 from ..._linked.hopper.pipeline import (
     EMPTY,
     FIELDS,
-    FIRST_ROW,
-    LEN_K,
-    LEN_Q,
-    Q_START,
-    SEQUENCE,
-    SLOTS,
     barrier_sync,
     coordinates,
     key_tiles,
 )
 from .path import parent_of, run_of
 from .structures import Counted, Run
-
-# fields of an announcement after those of a ``Block``
-TAILS = gl.constexpr(6)
-WHOLES = gl.constexpr(7)
 
 
 @gluon.jit
@@ -72,22 +63,6 @@ def next_block(ticket, total, search, parents_ptr, program, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _announce(task, tails, wholes, index, count, pipeline):
-    """Announce a block of queries to the consumers through shared memory."""
-    slot = count % SLOTS
-    mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
-    fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
-    fields = gl.where(index == SEQUENCE, task.sequence, fields)
-    fields = gl.where(index == Q_START, task.q_start, fields)
-    fields = gl.where(index == LEN_Q, task.len_q, fields)
-    fields = gl.where(index == LEN_K, task.len_k, fields)
-    fields = gl.where(index == TAILS, tails, fields)
-    fields = gl.where(index == WHOLES, wholes, fields)
-    pipeline.fields_s.index(slot).store(fields)
-    mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
-
-
-@gluon.jit
 def _copy_keys(where, keys, turn, program, TILE: gl.constexpr):
     """Copy a tile of keys, and store ``keys``, ``[1]``, its number of keys, in ``tails_s``."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
@@ -125,7 +100,8 @@ def produce(program, parents_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         _, _, right, high = key_tiles(
             task.first_row, task.len_q, task.len_k, 0, 0, False, True, BLOCK_M, BLOCK_N
         )
-        _announce(task, above.tails, above.wholes + right, index, count, program.pipeline)
+        counted = Counted(above.tails, above.wholes + right)
+        announce(task, index, count, program.pipeline, counted)
         head_k = task.head // OPTIONS.GROUP
         is_first = True
         # the tile whose values come next. They begin as constants: if they began as the block's
@@ -175,7 +151,8 @@ def produce(program, parents_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if not TILE.PIPELINE:
             ticket = take_ticket(program)
         total, search, task, above = next_block(ticket, total, search, parents_ptr, program, TILE)
-    _announce(Task(-1, -1, -1, -1, -1, -1, -1), 0, 0, index, count, program.pipeline)
+    none = Task(-1, -1, -1, -1, -1, -1, -1)
+    announce(none, index, count, program.pipeline, Counted(0, 0))
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box

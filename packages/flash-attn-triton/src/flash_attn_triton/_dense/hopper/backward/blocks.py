@@ -5,6 +5,11 @@ from ...._linked.hopper.order import take_number
 from ...._linked.hopper.pipeline import SEARCH_CHUNK, coordinates
 from .structures import Block, Located, Walk
 
+# places of a tile of queries that a tree's producer passes to the consumers: the row of its first
+# query, and its index in the sums of dq
+FIRST_ROW = gl.constexpr(0)
+DQ_TILE = gl.constexpr(1)
+
 
 @gluon.jit
 def locate_keys(
@@ -119,19 +124,13 @@ def query_tiles(
 
 
 @gluon.jit
-def find_block(
-    tensors,
-    numbers,
-    HAS_BIAS: gl.constexpr,
-    IS_PART: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def find_block(maps, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(block, walk, dq_at)``: a program's block and the tiles of queries that see it.
 
     ``dq_at`` is the sequence's first tile in the sums of dq. Programs that share a tile of a bias
     begin side by side: the first one reads it from memory, the rest from the L2 cache.
     """
+    IS_PART: gl.constexpr = maps.ds_desc is not None
     pid = gl.program_id(0)
     if OPTIONS.ORDERED:
         pid = take_number(tensors.counters_ptr)
@@ -140,7 +139,7 @@ def find_block(
             before = numbers.first_sequence * numbers.heads_k + numbers.first_head * numbers.batch
             pid -= before * numbers.tiles
     IS_FIXED: gl.constexpr = tensors.cu_seqlens_k_ptr is None
-    SHARES: gl.constexpr = HAS_BIAS and IS_FIXED and not OPTIONS.ORDERED
+    SHARES: gl.constexpr = maps.bias_desc is not None and IS_FIXED and not OPTIONS.ORDERED
     BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT or OPTIONS.ORDERED or SHARES
     BY_HEAD: gl.constexpr = SHARES and not OPTIONS.BIAS_BATCH
     found = locate_keys(pid, tensors, numbers, BALANCE, IS_PART, TILE.BLOCK_N, BY_HEAD)
@@ -218,3 +217,10 @@ def gradient_coordinates(first_key, program, OPTIONS: gl.constexpr):
     if program.tensors.seqused_k_ptr is not None:
         size += block.unused
     return coordinates(block.sequence, block.head_k, block.k_start, size, first_key, OPTIONS.RAGGED)
+
+
+@gluon.jit
+def place_of(places_s, stage, NUMBER: gl.constexpr):
+    """Return the producer's ``FIRST_ROW`` or ``DQ_TILE`` of a tile of queries."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(places_s.index(2 * stage + NUMBER).load(layout), 0)

@@ -103,9 +103,7 @@ def backward_kernel(
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     dtype: gl.constexpr = maps.wide.q.dtype
     panels = in_panels(maps, TILE)
-    block, walk, dq_at = find_block(
-        tensors, numbers, maps.bias is not None, maps.ds is not None, OPTIONS, TILE
-    )
+    block, walk, dq_at = find_block(panels, tensors, numbers, OPTIONS, TILE)
     if TILE.MAKES_DK:
         pipeline = make_pipeline(panels, TILE)
     else:

@@ -30,9 +30,8 @@ from ..panels import (
     write_panels,
 )
 from .bias import gradients_of, keep_gradient, less_bias
-from .blocks import count_turns, gradient_coordinates
+from .blocks import DQ_TILE, FIRST_ROW, count_turns, gradient_coordinates, place_of
 from .order import hand_over, tile_at
-from .places import DQ_TILE, FIRST_ROW, place_of
 from .shared_bias import await_buffer, clear_hidden
 from .structures import Carried, Head
 

@@ -21,9 +21,8 @@ from ..panels import (
     write_panels,
 )
 from .bias import less_bias
-from .blocks import count_turns, gradient_coordinates
+from .blocks import DQ_TILE, FIRST_ROW, count_turns, gradient_coordinates, place_of
 from .order import begin_turn, say_added, tile_at
-from .places import DQ_TILE, FIRST_ROW, place_of
 from .steps import (
     PARTIES,
     head_now,

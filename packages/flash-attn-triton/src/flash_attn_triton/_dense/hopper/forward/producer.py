@@ -19,6 +19,9 @@ from .bias import copy_bias
 from .structures import Search, Task
 from .walk import tiles_of
 
+# fields of a tree's announcement after those of a ``Block``
+TAILS = gl.constexpr(6)
+WHOLES = gl.constexpr(7)
 # sequences that one step of a search reads
 WARP = gl.constexpr(32)
 
@@ -144,8 +147,11 @@ def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.co
 
 
 @gluon.jit
-def _announce(task, index, count, pipeline):
-    """Announce a block of queries to the consumers through shared memory."""
+def announce(task, index, count, pipeline, above=None):
+    """Announce a block of queries to the consumers through shared memory.
+
+    ``above``: None, or a tree's tiles of keys above the block's segment, a ``Counted``.
+    """
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
@@ -153,6 +159,9 @@ def _announce(task, index, count, pipeline):
     fields = gl.where(index == Q_START, task.q_start, fields)
     fields = gl.where(index == LEN_Q, task.len_q, fields)
     fields = gl.where(index == LEN_K, task.len_k, fields)
+    if above is not None:
+        fields = gl.where(index == TAILS, above.tails, fields)
+        fields = gl.where(index == WHOLES, above.wholes, fields)
     pipeline.fields_s.index(slot).store(fields)
     mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
 
@@ -222,7 +231,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         low, _, _, high = tiles_of(
             task, task.first_row, TILE.WARPGROUPS * TOKENS, program, OPTIONS, TILE
         )
-        _announce(task, index, count, program.pipeline)
+        announce(task, index, count, program.pipeline)
         head_k = task.head // OPTIONS.GROUP
         steps = high - low
         for step in range(steps + 1):
@@ -263,7 +272,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if not TILE.PIPELINE:
             ticket = take_ticket(program)
         total, search, task = next_tile(ticket, total, search, UNIT, program, OPTIONS, TILE)
-    _announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, program.pipeline)
+    announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, program.pipeline)
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box
