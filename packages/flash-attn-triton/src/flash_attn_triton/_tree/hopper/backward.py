@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors
 from ..._dense.hopper.backward.blocks import DQ_TILE, FIRST_ROW, locate_keys, query_tiles
-from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline
+from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline, sums_of
 from ..._dense.hopper.backward.producer import INF, await_consumers, copy_block
 from ..._dense.hopper.backward.steps import MADE, PARTIES, consume
-from ..._dense.hopper.backward.structures import Block, Program, Walk
+from ..._dense.hopper.backward.structures import Block, Panels, Program, Walk
 from ..._dense.hopper.backward.wide import GIVEN, consume_gradients, consume_scores
+from ..._dense.hopper.constants import named
 from ..._dense.hopper.panels import copy_tile, expect_tiles
 from ..._linked.hopper.compat import gl, gluon, mbarrier
 from ..._linked.hopper.gradients import ROWS
@@ -150,17 +151,19 @@ def tree_backward_kernel(
     ``p = exp2(s - lse2)`` and ``ds = p (dout v^T - delta)``, over the queries of the block's
     segment and of all segments below.
     """
+    CALL: gl.constexpr = named(OPTIONS)
+    SHAPE: gl.constexpr = named(TILE)
     # the consumers' list contains the tiles of all heads, as if there were one head
     LISTED: gl.constexpr = Options(
         GROUP=1,
-        HAS_LEFT=OPTIONS.HAS_LEFT,
-        HAS_RIGHT=OPTIONS.HAS_RIGHT,
-        HAS_SOFTCAP=OPTIONS.HAS_SOFTCAP,
-        RAGGED=OPTIONS.RAGGED,
+        HAS_LEFT=CALL.HAS_LEFT,
+        HAS_RIGHT=CALL.HAS_RIGHT,
+        HAS_SOFTCAP=CALL.HAS_SOFTCAP,
+        RAGGED=CALL.RAGGED,
     )
-    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     sums, starts = maps.sums, tensors.cu_seqlens_ptr
-    panels = in_panels(maps, TILE)
+    panels = Panels(*in_panels(maps, SHAPE), maps.bias, maps.ds, sums_of(maps, SHAPE))
     dense = Tensors(
         lse2_ptr=tensors.lse2_ptr,
         delta_ptr=tensors.delta_ptr,
@@ -189,13 +192,13 @@ def tree_backward_kernel(
         sequences_together=1,
         heads_together=1,
     )
-    block, own, walk = _find_block(dense, counts, tensors.below_ptr, OPTIONS, TILE)
+    block, own, walk = _find_block(dense, counts, tensors.below_ptr, CALL, SHAPE)
     descent = Descent(tensors, numbers, own)
-    pipeline = make_pipeline(panels, TILE)
+    pipeline = make_pipeline(panels, SHAPE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places_s = gl.allocate_shared_memory(gl.int32, [2 * TILE.STAGES_Q, 1], PLAIN)
-    BARRIERS: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
-    if TILE.BLOCK_N == ROWS:
+    places_s = gl.allocate_shared_memory(gl.int32, [2 * SHAPE.STAGES_Q, 1], PLAIN)
+    BARRIERS: gl.constexpr = EMPTY + SHAPE.STAGES_Q + SHAPE.STAGES_O
+    if SHAPE.BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         dtype: gl.constexpr = maps.wide.q.dtype
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
@@ -205,24 +208,24 @@ def tree_backward_kernel(
         )
         gl.warp_specialize(
             [
-                (consume_scores, (program, LISTED, TILE)),
-                (consume_gradients, (program, LISTED, TILE)),
-                (produce, (program, descent, OPTIONS, TILE)),
+                (consume_scores, (program, LISTED, SHAPE)),
+                (consume_gradients, (program, LISTED, SHAPE)),
+                (produce, (program, descent, CALL, SHAPE)),
             ],
             [4, 1],
             [240, 24],
         )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
-        dq_s = allocate_sums(panels, TILE)
+        dq_s = allocate_sums(panels, SHAPE)
         program = Program(
             panels, pipeline, dq_s, None, None, 0, dense, counts, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [
-                (consume, (0, program, LISTED, TILE)),
-                (consume, (1, program, LISTED, TILE)),
-                (produce, (program, descent, OPTIONS, TILE)),
+                (consume, (0, program, LISTED, SHAPE)),
+                (consume, (1, program, LISTED, SHAPE)),
+                (produce, (program, descent, CALL, SHAPE)),
             ],
             [4, 1],
             [240, 24],

@@ -8,8 +8,8 @@ above that does not fill its last tile, then whole tiles.
 from ..._dense.hopper.forward.alibi import CUT, WHOLE
 from ..._dense.hopper.forward.consumer import close, cross, finish_block, survey, write_block
 from ..._dense.hopper.forward.producer import TAILS, WHOLES
-from ..._dense.hopper.forward.structures import Block, Walk
-from ..._dense.hopper.forward.walk import begin, fold, with_factor, with_pairs
+from ..._dense.hopper.forward.structures import Block, Program, Walk
+from ..._dense.hopper.forward.walk import begin, factor_of, fold, with_pairs
 from ..._dense.hopper.panels import accumulator
 from ..._linked.hopper.compat import gl, gluon, mbarrier, tma
 from ..._linked.hopper.pipeline import (
@@ -74,7 +74,7 @@ def _attend(
 @gluon.jit
 def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
-    program = with_factor(program, OPTIONS)
+    program = Program(*program[:-1], factor_of(program.numbers.scale, program, OPTIONS))
     if W == TILE.WARPGROUPS - 1:
         # the ping-pong begins with warpgroup 0
         barrier_arrive(TURN, 256, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..._dense.hopper.constants import named
 from ..._dense.hopper.forward.arguments import Numbers, PanelMaps, Tensors
 from ..._dense.hopper.forward.kernel import make_pipeline
 from ..._dense.hopper.forward.structures import Panels, Program
@@ -25,11 +26,13 @@ def tree_forward_kernel(
 
     The programs are persistent and warp-specialised, like those of ``forward_kernel``.
     """
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    CALL: gl.constexpr = named(OPTIONS)
+    SHAPE: gl.constexpr = named(TILE)
+    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     panels = Panels((maps.q,), (maps.k,), (maps.v,), (maps.out,))
-    pipeline = make_pipeline(panels, TILE)
+    pipeline = make_pipeline(panels, SHAPE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tails_s = gl.allocate_shared_memory(gl.int32, [TILE.STAGES_K, 1], PLAIN)
+    tails_s = gl.allocate_shared_memory(gl.int32, [SHAPE.STAGES_K, 1], PLAIN)
     # causal within the own segment
     dense = Numbers(
         scale=numbers.scale,
@@ -54,10 +57,10 @@ def tree_forward_kernel(
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
-            (produce, (program, parents_ptr, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 3, program, CALL, SHAPE)),
+            (consume, (WARPGROUPS - 2, program, CALL, SHAPE)),
+            (consume, (WARPGROUPS - 1, program, CALL, SHAPE)),
+            (produce, (program, parents_ptr, CALL, SHAPE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],

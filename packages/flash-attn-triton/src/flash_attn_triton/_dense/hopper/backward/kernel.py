@@ -15,6 +15,7 @@ from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.pipeline import EMPTY, barriers
 from ...._linked.launch.entries import entry
+from ..constants import named
 from ..panels import allocate
 from .arguments import Maps, Numbers, Tensors
 from .bias import make_ring
@@ -71,21 +72,30 @@ def allocate_sums(maps, TILE: gl.constexpr):
 
 @gluon.jit
 def in_panels(maps, TILE: gl.constexpr):
-    """Return the maps as ``Panels``."""
-    wide, narrow, sums = maps.wide, maps.narrow, maps.sums
+    """Return the first fields of ``Panels``, up to ``dv_descs``."""
+    wide, narrow = maps.wide, maps.narrow
     HAS_NARROW: gl.constexpr = TILE.NARROW > 0
     HAS_NARROW_V: gl.constexpr = TILE.NARROW_V > 0
-    return Panels(
+    return (
         (wide.q, narrow.q) if HAS_NARROW else (wide.q,),
         (wide.k, narrow.k) if HAS_NARROW else (wide.k,),
         (wide.v, narrow.v) if HAS_NARROW_V else (wide.v,),
         (wide.dout, narrow.dout) if HAS_NARROW_V else (wide.dout,),
         (wide.dk, narrow.dk) if HAS_NARROW else (wide.dk,),
         (wide.dv, narrow.dv) if HAS_NARROW_V else (wide.dv,),
-        maps.bias,
-        maps.ds,
-        sums if adds_by_threads(TILE) else (sums, maps.sums_narrow) if HAS_NARROW else (sums,),
     )
+
+
+@gluon.jit
+def sums_of(maps, TILE: gl.constexpr):
+    """Return the field ``sums`` of ``Panels``."""
+    if adds_by_threads(TILE):
+        sums = maps.sums
+    elif TILE.NARROW > 0:
+        sums = (maps.sums, maps.sums_narrow)
+    else:
+        sums = (maps.sums,)
+    return sums
 
 
 @entry(gluon.jit)
@@ -100,44 +110,46 @@ def backward_kernel(
     ``ds = c p (m dout v^T - delta / c)``. A program writes dk and dv of the block, of one key head,
     and adds its part to the sums of dq.
     """
-    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    CALL: gl.constexpr = named(OPTIONS)
+    SHAPE: gl.constexpr = named(TILE)
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     dtype: gl.constexpr = maps.wide.q.dtype
-    panels = in_panels(maps, TILE)
-    block, walk, dq_at = find_block(panels, tensors, numbers, OPTIONS, TILE)
-    if TILE.MAKES_DK:
-        pipeline = make_pipeline(panels, TILE)
+    panels = Panels(*in_panels(maps, SHAPE), maps.bias, maps.ds, sums_of(maps, SHAPE))
+    block, walk, dq_at = find_block(panels, tensors, numbers, CALL, SHAPE)
+    if SHAPE.MAKES_DK:
+        pipeline = make_pipeline(panels, SHAPE)
     else:
-        pipeline = make_value_pipeline(panels, TILE)
+        pipeline = make_value_pipeline(panels, SHAPE)
     bias = None
     if maps.bias is not None:
-        bias = make_ring(maps.bias, OPTIONS, TILE)
-    BARRIERS: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O + TILE.STAGES_B
+        bias = make_ring(maps.bias, CALL, SHAPE)
+    BARRIERS: gl.constexpr = EMPTY + SHAPE.STAGES_Q + SHAPE.STAGES_O + SHAPE.STAGES_B
     # elements of a tile of dq
-    SIZE: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW)
+    SIZE: gl.constexpr = BLOCK_M * (SHAPE.HEAD_DIM + SHAPE.NARROW)
     order = None
-    if OPTIONS.ORDERED:
+    if CALL.ORDERED:
         order = Order(tensors.counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
-    elif OPTIONS.SHARES_DS:
+    elif CALL.SHARES_DS:
         gl.static_assert(
-            TILE.MAKES_DK and TILE.BLOCK_N > ROWS and not OPTIONS.HAS_LEFT,
+            SHAPE.MAKES_DK and SHAPE.BLOCK_N > ROWS and not CALL.HAS_LEFT,
             "another way to sum dbias",
         )
-        order = share_block(block, tensors, numbers, TILE)
-    if not TILE.MAKES_DK:
+        order = share_block(block, tensors, numbers, SHAPE)
+    if not SHAPE.MAKES_DK:
         gl.static_assert(BARRIERS <= 16, "stages outnumber the barriers")
         program = Program(
             panels, pipeline, None, None, bias, 0, tensors, numbers, block, 0, walk, None, order
         )
         gl.warp_specialize(
             [
-                (consume_values, (0, program, OPTIONS, TILE)),
-                (consume_values, (1, program, OPTIONS, TILE)),
-                (produce, (program, OPTIONS, TILE)),
+                (consume_values, (0, program, CALL, SHAPE)),
+                (consume_values, (1, program, CALL, SHAPE)),
+                (produce, (program, CALL, SHAPE)),
             ],
             [4, 1],
             [240, 24],
         )
-    elif TILE.BLOCK_N == ROWS:
+    elif SHAPE.BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
@@ -146,14 +158,14 @@ def backward_kernel(
         program = Program(
             panels, pipeline, None, p_s, bias, at, tensors, numbers, block, pitch, walk, None, order
         )
-        if OPTIONS.ORDERED:
+        if CALL.ORDERED:
             gl.warp_specialize(
                 [
-                    (consume_scores, (program, OPTIONS, TILE)),
-                    (consume_gradients, (program, OPTIONS, TILE)),
-                    (produce, (program, OPTIONS, TILE)),
-                    (pass_turns, (0, program, OPTIONS, TILE)),
-                    (pass_turns, (1, program, OPTIONS, TILE)),
+                    (consume_scores, (program, CALL, SHAPE)),
+                    (consume_gradients, (program, CALL, SHAPE)),
+                    (produce, (program, CALL, SHAPE)),
+                    (pass_turns, (0, program, CALL, SHAPE)),
+                    (pass_turns, (1, program, CALL, SHAPE)),
                 ],
                 [4, 1, 1, 1],
                 [240, 24, 24, 24],
@@ -161,9 +173,9 @@ def backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (consume_scores, (program, OPTIONS, TILE)),
-                    (consume_gradients, (program, OPTIONS, TILE)),
-                    (produce, (program, OPTIONS, TILE)),
+                    (consume_scores, (program, CALL, SHAPE)),
+                    (consume_gradients, (program, CALL, SHAPE)),
+                    (produce, (program, CALL, SHAPE)),
                 ],
                 [4, 1],
                 [240, 24],
@@ -171,8 +183,8 @@ def backward_kernel(
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
         dq_s = None
-        if not adds_by_threads(TILE):
-            dq_s = allocate_sums(panels, TILE)
+        if not adds_by_threads(SHAPE):
+            dq_s = allocate_sums(panels, SHAPE)
         # in rows of the maps
         at = (dq_at * (SIZE // 32)).to(gl.int32)
         pitch = numbers.tiles_q * (SIZE // 32)
@@ -191,25 +203,25 @@ def backward_kernel(
             None,
             order,
         )
-        if OPTIONS.ORDERED:
+        if CALL.ORDERED:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, OPTIONS, TILE)),
-                    (consume, (1, program, OPTIONS, TILE)),
-                    (produce, (program, OPTIONS, TILE)),
-                    (add_in_order, (0, program, OPTIONS, TILE)),
-                    (add_in_order, (1, program, OPTIONS, TILE)),
+                    (consume, (0, program, CALL, SHAPE)),
+                    (consume, (1, program, CALL, SHAPE)),
+                    (produce, (program, CALL, SHAPE)),
+                    (add_in_order, (0, program, CALL, SHAPE)),
+                    (add_in_order, (1, program, CALL, SHAPE)),
                 ],
                 [4, 1, 1, 1],
                 [240, 24, 24, 24],
             )
-        elif OPTIONS.SHARES_DS:
+        elif CALL.SHARES_DS:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, OPTIONS, TILE)),
-                    (consume, (1, program, OPTIONS, TILE)),
-                    (produce, (program, OPTIONS, TILE)),
-                    (keep_shared, (program, OPTIONS, TILE)),
+                    (consume, (0, program, CALL, SHAPE)),
+                    (consume, (1, program, CALL, SHAPE)),
+                    (produce, (program, CALL, SHAPE)),
+                    (keep_shared, (program, CALL, SHAPE)),
                 ],
                 [4, 1, 1],
                 [240, 24, 24],
@@ -217,9 +229,9 @@ def backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, OPTIONS, TILE)),
-                    (consume, (1, program, OPTIONS, TILE)),
-                    (produce, (program, OPTIONS, TILE)),
+                    (consume, (0, program, CALL, SHAPE)),
+                    (consume, (1, program, CALL, SHAPE)),
+                    (produce, (program, CALL, SHAPE)),
                 ],
                 [4, 1],
                 [240, 24],

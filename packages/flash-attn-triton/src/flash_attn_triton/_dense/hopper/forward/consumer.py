@@ -45,8 +45,8 @@ from ..panels import (
 )
 from .alibi import sides
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
-from .structures import Block, Finished, State, Walk
-from .walk import attend, begin, start, tiles_of, with_factor
+from .structures import Block, Finished, Program, State, Walk
+from .walk import attend, begin, factor_of, start, tiles_of
 
 
 @gluon.jit
@@ -198,7 +198,7 @@ def write_block(
 @gluon.jit
 def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
-    program = with_factor(program, OPTIONS)
+    program = Program(*program[:-1], factor_of(program.numbers.scale, program, OPTIONS))
     if W == TILE.WARPGROUPS - 1:
         # the ping-pong begins with warpgroup 0
         barrier_arrive(TURN, 256, 4)

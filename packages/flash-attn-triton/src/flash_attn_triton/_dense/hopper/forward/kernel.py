@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.pipeline import FIELDS, SLOTS, barriers
 from ...._linked.launch.entries import entry
+from ..constants import named
 from ..panels import allocate
 from .arguments import Maps, Numbers, Tensors
 from .bias import make_ring
@@ -25,29 +26,31 @@ def forward_kernel(
     The programs are persistent and warp-specialised: the last warp copies by TMA, the other
     warpgroups multiply.
     """
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
+    CALL: gl.constexpr = named(OPTIONS)
+    SHAPE: gl.constexpr = named(TILE)
+    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     wide, narrow = maps.wide, maps.narrow
     panels = Panels(
-        (wide.q, narrow.q) if TILE.NARROW > 0 else (wide.q,),
-        (wide.k, narrow.k) if TILE.NARROW > 0 else (wide.k,),
-        (wide.v, narrow.v) if TILE.NARROW_V > 0 else (wide.v,),
-        (wide.out, narrow.out) if TILE.NARROW_V > 0 else (wide.out,),
+        (wide.q, narrow.q) if SHAPE.NARROW > 0 else (wide.q,),
+        (wide.k, narrow.k) if SHAPE.NARROW > 0 else (wide.k,),
+        (wide.v, narrow.v) if SHAPE.NARROW_V > 0 else (wide.v,),
+        (wide.out, narrow.out) if SHAPE.NARROW_V > 0 else (wide.out,),
     )
     bias = None
     if maps.bias is not None:
-        bias = make_ring(maps.bias, OPTIONS, TILE)
+        bias = make_ring(maps.bias, CALL, SHAPE)
     before = None
-    if OPTIONS.MERGES:
+    if CALL.MERGES:
         before = barriers(WARPGROUPS, 1)
-    pipeline = make_pipeline(panels, TILE)
+    pipeline = make_pipeline(panels, SHAPE)
     program = Program(panels, pipeline, tensors, numbers, bias, before, None, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, program, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, program, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, program, OPTIONS, TILE)),
-            (produce, (program, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 3, program, CALL, SHAPE)),
+            (consume, (WARPGROUPS - 2, program, CALL, SHAPE)),
+            (consume, (WARPGROUPS - 1, program, CALL, SHAPE)),
+            (produce, (program, CALL, SHAPE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],

@@ -73,7 +73,7 @@ class Program(NamedTuple):
     before: Any
     # None, or [STAGES_K, 1]: numbers of keys from a tile's first key on to the end of its segment
     tails_s: Any
-    factor: Any  # in consumers: brings logits to base 2
+    factor: Any  # None, or in consumers: brings logits to base 2
 
 
 class Task(NamedTuple):

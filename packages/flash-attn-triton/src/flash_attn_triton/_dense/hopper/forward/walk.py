@@ -32,7 +32,7 @@ from ..panels import (
 )
 from .alibi import AHEAD, CUT, WHOLE, largest, less_pivot, start_tilted, tilted
 from .bias import add_bias
-from .structures import Program, State
+from .structures import State
 
 
 @gluon.jit
@@ -73,21 +73,6 @@ def factor_of(scale, program, OPTIONS: gl.constexpr):
     if OPTIONS.HAS_SOFTCAP or program.tensors.alibi_slopes_ptr is not None:
         factor = 1.0
     return factor
-
-
-@gluon.jit
-def with_factor(program, OPTIONS: gl.constexpr):
-    """Return the ``Program`` of a consumer."""
-    return Program(
-        program.maps,
-        program.pipeline,
-        program.tensors,
-        program.numbers,
-        program.bias,
-        program.before,
-        program.tails_s,
-        factor_of(program.numbers.scale, program, OPTIONS),
-    )
 
 
 @gluon.jit
