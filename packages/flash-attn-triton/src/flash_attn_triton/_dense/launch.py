@@ -25,7 +25,7 @@ from .call import (
 from .invariant import InvariantForward
 from .portable.arguments import Counts, ForwardTensors
 from .portable.backward_launch import plan_backward
-from .portable.form import Form, Work, expand_descales, is_served_as_is, new_memory, readable
+from .portable.form import Counted, Form, Work, expand_descales, is_served_as_is, readable
 from .portable.forward import forward_kernel
 from .tiles import forward_tile, takes_hopper_forward, takes_short_backward
 
@@ -50,8 +50,7 @@ class PortableForward:
         self._out_dtype = out_dtype
         self._has_descales = any(d is not None for d in descales)
         self._tile = forward_tile(form.platform, form.widest_head, form.itemsize)
-        self._launch = form.launch(forward_kernel, self._tile, constants)
-        self._work = new_memory()
+        self._counted = Counted(form.launch(forward_kernel, self._tile, constants), self._count)
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``; the tensors have passed ``readable``."""
@@ -66,8 +65,6 @@ class PortableForward:
         descales: tuple[Tensor | None, ...] = x.q_descale, x.k_descale, x.v_descale
         if self._has_descales:
             descales = expand_descales(descales, (form.batch, form.heads_k))
-        counts = tokens_q, tokens_k
-        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(*counts))
         tensors = ForwardTensors(
             q,
             x.k,
@@ -84,7 +81,8 @@ class PortableForward:
             dense(x.cu_seqlens_k),
             dense(x.seqused_k),
         )
-        self._launch(grid, tensors, numbers)
+        grid, numbers = self._counted.work((tokens_q, tokens_k), tokens_q, tokens_k)
+        self._counted.launch(grid, tensors, numbers)
         return out, lse
 
     def _count(self, tokens_q: int, tokens_k: int) -> Work:

@@ -9,9 +9,9 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ..._linked.host.forms import ACCESS_BYTES, Memory
+from ..._linked.host.forms import ACCESS_BYTES
 from ..._linked.launch.entries import flat
-from ..._linked.launch.runtime import MAX_COUNTS, Launch, aligned, compact, dense, token_strides
+from ..._linked.launch.runtime import Launch, aligned, compact, dense, token_strides
 from ..._linked.portable.primitives import Strides
 from ..call import Backward, PlannedGrads, Tensors
 from ..tiles import (
@@ -40,7 +40,7 @@ from .backward_dq import dq_kernel
 from .backward_rows import row_kernel
 from .backward_short import short_kernel
 from .bias_gradient import bias_gradient_kernel
-from .form import Form, Work, new_memory
+from .form import Counted, Form, Work
 
 # rows per program of the row kernel
 ROWS = 32
@@ -50,13 +50,16 @@ class RowSums:
     """The two numbers per row that every tile of the row needs; see ``row_kernel``."""
 
     def __init__(self, form: Form, out_dtype: torch.dtype) -> None:
-        self._form = form
-        self._work = new_memory()
+        self._heads_q = form.heads_q
         row_bytes = math.gcd(form.head_dim_v * out_dtype.itemsize, ACCESS_BYTES)
         tile = RowTile(form.head_dim_v, form.block_dv, row_bytes, ROWS, PIECE)
         # by whether dlse is given and whether sums is given
-        self._launches = [
-            [Launch(row_kernel, {"TILE": tile, "num_warps": 4}) for _ in range(2)] for _ in range(2)
+        self._counted = [
+            [
+                Counted(Launch(row_kernel, {"TILE": tile, "num_warps": 4}), self._count)
+                for _ in range(2)
+            ]
+            for _ in range(2)
         ]
 
     def __call__(
@@ -70,12 +73,11 @@ class RowSums:
         """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
         shape = lse.shape
         delta, lse2 = lse.new_empty(*shape), lse.new_empty(*shape)
-        counts = shape, dout.stride(), 0 if sums is None else sums.numel()
-        programs, numbers = self._work.get(counts) or self._work.keep(
-            counts, self._count(lse, dout, sums)
-        )
+        key = shape, dout.stride(), 0 if sums is None else sums.numel()
         tensors = RowTensors(out, dout, lse, dense(dlse), delta, lse2, sums)
-        self._launches[dlse is not None][sums is not None](programs, tensors, numbers)
+        counted = self._counted[dlse is not None][sums is not None]
+        grid, numbers = counted.work(key, lse, dout, sums)
+        counted.launch(grid, tensors, numbers)
         return delta, lse2
 
     def _count(self, lse: Tensor, dout: Tensor, sums: Tensor | None) -> Work:
@@ -86,7 +88,7 @@ class RowSums:
             RowNumbers(
                 tokens=lse.shape[-1],
                 rows=rows,
-                heads_q=self._form.heads_q,
+                heads_q=self._heads_q,
                 dout=Strides(*token_strides(dout)),
                 share=cdiv(pieces, programs),
                 pieces=pieces,
@@ -94,52 +96,53 @@ class RowSums:
         )
 
 
-class KeyGradients:
-    """Gradients of keys and values."""
+def dkdv_launch(form: Form) -> Counted:
+    """Return the launch of the gradients of keys and values."""
+    tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self._tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
-        self._launch = form.launch(dkdv_kernel, self._tile, settle=True)
-        self._work = new_memory()
-
-    def __call__(self, inputs: Inputs, extras: Extras, dk: Tensor, dv: Tensor) -> None:
-        """Fill ``dk`` and ``dv``."""
-        counts = _counts_of(inputs)
-        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(inputs))
-        self._launch(grid, (*inputs, dk, dv, *extras), numbers)
-
-    def _count(self, inputs: Inputs) -> Work:
-        form = self._form
+    def count(inputs: Inputs) -> Work:
         tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
-        tiles = form.tiles(tokens_k, self._tile.block_n)
+        tiles = form.tiles(tokens_k, tile.block_n)
         counts = Counts(tokens_q, tokens_k, tiles, form.span_k(tokens_q))
         numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
         return tiles * form.heads_k * form.grid_batch, numbers
 
+    return Counted(form.launch(dkdv_kernel, tile, settle=True), count)
 
-class QueryGradient:
-    """Gradient of the queries."""
 
-    def __init__(self, form: Form, has_bias: bool) -> None:
-        self._form = form
-        self._tile = backward_dq_tile(form.platform, form.widest_head, form.itemsize, has_bias)
-        self._launch = form.launch(dq_kernel, self._tile)
-        self._work = new_memory()
+def dq_launch(form: Form, has_bias: bool) -> Counted:
+    """Return the launch of the gradient of the queries."""
+    tile = backward_dq_tile(form.platform, form.widest_head, form.itemsize, has_bias)
 
-    def __call__(self, inputs: Inputs, extras: Extras, dq: Tensor) -> None:
-        """Fill ``dq``."""
-        counts = _counts_of(inputs)
-        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(inputs))
-        self._launch(grid, (*inputs, dq, *extras), numbers)
-
-    def _count(self, inputs: Inputs) -> Work:
-        form = self._form
+    def count(inputs: Inputs) -> Work:
         tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
-        tiles = form.tiles(tokens_q, self._tile.block_m)
+        tiles = form.tiles(tokens_q, tile.block_m)
         counts = Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
         numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
         return tiles * form.heads_q * form.grid_batch, numbers
+
+    return Counted(form.launch(dq_kernel, tile), count)
+
+
+def bias_gradient_launch(form: Form) -> Counted:
+    """Return the launch of the gradient of the bias, contiguous and shaped like the bias."""
+    tile = bias_gradient_tile(form.platform, form.widest_head, form.itemsize)
+
+    def count(inputs: Inputs, dbias: Tensor) -> Work:
+        batch, heads, rows, columns = dbias.shape
+        tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
+        counts = BiasCounts(
+            inputs.q_ptr.shape[-3],
+            inputs.k_ptr.shape[-3],
+            heads,
+            rows,
+            columns,
+            *(int(size == 1) for size in dbias.shape),
+        )
+        numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
+        return batch * heads * tiles, numbers
+
+    return Counted(form.launch(bias_gradient_kernel, tile), count)
 
 
 class ShortGradients:
@@ -148,8 +151,10 @@ class ShortGradients:
     def __init__(self, form: Form, x: Tensors) -> None:
         tile = short_tile(form.platform, form.widest_head, form.itemsize)
         scalars, (tokens_q, tokens_k) = form.scalars, (x.q.shape[1], x.k.shape[1])
-        # by whether dlse is given
-        self._launches = [form.launch(short_kernel, tile, settle=True) for _ in range(2)]
+        # by whether dlse is given; the strides of dout are open
+        self._counted = [
+            Counted(form.launch(short_kernel, tile, settle=True), self._count) for _ in range(2)
+        ]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
         self._grid = programs + form.batch * form.heads_q * cdiv(tokens_q, tile.block_m)
         strides = form.strides
@@ -168,8 +173,6 @@ class ShortGradients:
             v=strides.v,
         )
         self._shapes = x.q.shape, x.k.shape, x.v.shape
-        # by the strides of dout, which the signature does not fix
-        self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
 
     def __call__(
         self,
@@ -184,47 +187,15 @@ class ShortGradients:
         q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), compact(out)
         shape_q, shape_k, shape_v = self._shapes
         dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
-        strides = dout.stride()
-        numbers = self._numbers.get(strides) or self._numbers.keep(strides, self._count(dout))
         tensors = ShortTensors(q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv)
-        self._launches[dlse is not None](self._grid, tensors, numbers)
+        counted = self._counted[dlse is not None]
+        grid, numbers = counted.work(dout.stride(), dout)
+        counted.launch(grid, tensors, numbers)
         return dq, dk, dv, None, None
 
-    def _count(self, dout: Tensor) -> tuple[float, ...]:
-        return flat(self._form_numbers._replace(dout=Strides(*token_strides(dout))))
-
-
-class BiasGradient:
-    """Gradient of the additive bias."""
-
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self._tile = bias_gradient_tile(form.platform, form.widest_head, form.itemsize)
-        self._launch = form.launch(bias_gradient_kernel, self._tile)
-        self._work = new_memory()
-
-    def __call__(self, inputs: Inputs, extras: Extras, dbias: Tensor) -> None:
-        """Fill ``dbias``, which is contiguous and shaped like the bias."""
-        counts = _counts_of(inputs)
-        grid, numbers = self._work.get(counts) or self._work.keep(
-            counts, self._count(inputs, dbias)
-        )
-        self._launch(grid, (*inputs, dbias, *extras), numbers)
-
-    def _count(self, inputs: Inputs, dbias: Tensor) -> Work:
-        form = self._form
-        batch, heads, rows, columns = dbias.shape
-        tiles_m, tiles_n = cdiv(rows, self._tile.block_m), cdiv(columns, self._tile.block_n)
-        counts = BiasCounts(
-            inputs.q_ptr.shape[-3],
-            inputs.k_ptr.shape[-3],
-            heads,
-            rows,
-            columns,
-            *(int(size == 1) for size in dbias.shape),
-        )
-        numbers = flat(form.scalars, counts, _strides(form, inputs.dout_ptr))
-        return batch * heads * tiles_m * tiles_n, numbers
+    def _count(self, dout: Tensor) -> Work:
+        strides = Strides(*token_strides(dout))
+        return self._grid, flat(self._form_numbers._replace(dout=strides))
 
 
 class Gradients(NamedTuple):
@@ -251,9 +222,9 @@ class BackwardPlan:
         # shapes of q, k and v, which the signature of a packed call does not fix
         self._shapes = None if form.is_packed else (x.q.shape, x.k.shape, x.v.shape)
         self._row_numbers = RowSums(form, out_dtype)
-        self._key_gradients = KeyGradients(form)
-        self._query_gradient = QueryGradient(form, x.bias is not None)
-        self._bias_gradient = None if x.bias is None else BiasGradient(form)
+        self._dkdv = dkdv_launch(form)
+        self._dq = dq_launch(form, x.bias is not None)
+        self._dbias = None if x.bias is None else bias_gradient_launch(form)
         self._hopper = None
         if takes_hopper_backward(x, form.options):
             from ..hopper.backward.launch import HopperBackward
@@ -310,13 +281,16 @@ class BackwardPlan:
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             inputs = Inputs(q, k, x.v, dout, lse2, delta)
             extras = NO_EXTRAS if self._form.is_plain else _extras(x)
+            dq, dk, dv, dbias = gradients
+            # what a signature leaves open
+            key = q.shape[-3], k.shape[-3], dout.stride()
             if hopper is None:
-                self._key_gradients(inputs, extras, gradients.dk, gradients.dv)
-                self._query_gradient(inputs, extras, gradients.dq)
+                self._dkdv(key, (*inputs, dk, dv, *extras), inputs)
+                self._dq(key, (*inputs, dq, *extras), inputs)
             else:
-                hopper(inputs, extras, *gradients[:3], sums, gradients.dbias)
-            if gradients.dbias is not None and (hopper is None or not hopper.makes_dbias):
-                self._bias_gradient(inputs, extras, gradients.dbias)
+                hopper(inputs, extras, dq, dk, dv, sums, dbias)
+            if dbias is not None and (hopper is None or not hopper.makes_dbias):
+                self._dbias(key, (*inputs, dbias, *extras), inputs, dbias)
         return None if x.sinks is None else sink_gradient(dense(x.sinks), lse, delta)
 
 
@@ -337,11 +311,6 @@ def _extras(x: Tensors) -> Extras:
 
 def _strides(form: Form, dout: Tensor) -> GradientStrides:
     return GradientStrides(Strides(*token_strides(dout)), *form.strides)
-
-
-def _counts_of(inputs: Inputs) -> tuple[int, int, tuple[int, ...]]:
-    """Return the key of ``new_memory``: token counts and strides of dout."""
-    return inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3], inputs.dout_ptr.stride()
 
 
 def empty_like(x: Tensor) -> Tensor:

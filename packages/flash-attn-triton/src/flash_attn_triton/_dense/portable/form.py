@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from attn_common import cdiv, detect
@@ -31,12 +32,26 @@ L2_BYTES = 32 * 2**20
 Work = tuple[int, tuple[float, ...]]
 
 
-def new_memory() -> Memory[Work]:
-    """Return a memory for grids and numbers of a launch.
+class Counted:
+    """A launch whose grid and numbers are kept by what a signature leaves open.
 
     Calls with one signature differ in the strides of dout and, if packed, in numbers of tokens.
     """
-    return Memory(MAX_COUNTS)
+
+    def __init__(self, launch: Launch, count: Callable[..., Work]) -> None:
+        """Take a launch, and the function that returns its programs and numbers."""
+        self.launch = launch
+        self._count = count
+        self._work: Memory[Work] = Memory(MAX_COUNTS)
+
+    def work(self, key: Hashable, *counted: Any) -> Work:
+        """Return grid and numbers; ``count`` takes ``counted`` if there is no such key yet."""
+        return self._work.get(key) or self._work.keep(key, self._count(*counted))
+
+    def __call__(self, key: Hashable, tensors: tuple[Tensor | None, ...], *counted: Any) -> None:
+        """Launch with the work of a key."""
+        grid, numbers = self._work.get(key) or self._work.keep(key, self._count(*counted))
+        self.launch(grid, tensors, numbers)
 
 
 class Form:
