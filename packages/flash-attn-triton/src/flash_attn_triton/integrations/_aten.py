@@ -100,7 +100,8 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     tensors = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     lengths = None, None, query.shape[2], key.shape[2]
-    grads = _flash_attention_backward(*tensors, logsumexp, *lengths, *rest, scale=scale)
+    given: Any = *tensors, logsumexp, *lengths, *rest
+    grads = _flash_attention_backward(*given, scale=scale)
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
