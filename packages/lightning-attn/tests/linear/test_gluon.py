@@ -148,14 +148,14 @@ def test_either_order(kernel):
 
 
 # function, what it says, what a mistake would be
-WAIT_OUT = "out = hopper.warpgroup_mma_wait(TERMS, deps=(out,))"
+WAIT_OUT = "out = hopper.warpgroup_mma_wait(TILE.TERMS, deps=(out,))"
 WAIT_SCORES = "hopper.warpgroup_mma_wait(TILE.HALVES, deps=(reads.scores,))"
 ARRIVE = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
     ("produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("produce", "PANELS * maps.key", "HALVES * maps.key"),
-    ("consume", "mbarrier.wait(pipeline.full.index(stage), step // STAGES & 1)", "pass"),
-    ("consume", "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
+    ("produce", "PANELS * maps.key", "TILE.HALVES * maps.key"),
+    ("consume", "mbarrier.wait(pipeline.full.index(stage), step // TILE.STAGES & 1)", "pass"),
+    ("consume", "step // TILE.STAGES & 1", "(step // TILE.STAGES & 1) ^ 1"),
     ("_add_scores", WAIT_SCORES, "reads.scores"),
     ("_add_scores", "hopper.fence_async_shared()", "pass"),
     ("consume", WAIT_OUT, "pass"),

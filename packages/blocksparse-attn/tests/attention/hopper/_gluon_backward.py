@@ -47,15 +47,15 @@ class Counted(Kernel):
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         launch = super().__getitem__(grid)
 
-        def counted(*given: Any, OPTIONS: Any, **options: Any) -> None:
+        def counted(*given: Any, **options: Any) -> None:
             x = BackwardTensors(*given[: len(BackwardTensors._fields)])
             numbers = BackwardNumbers(*given[len(x) :])
-            if not OPTIONS.MAKES_DQ:
-                launch(*given, OPTIONS=OPTIONS, **options)
+            if not options["MAKES_DQ"]:
+                launch(*given, **options)
                 return
             owners = x.owners_ptr[: int(x.real_ptr), 0]
             programs = [
-                int((owners == head).sum()) if OPTIONS.PER_HEAD else len(owners)
+                int((owners == head).sum()) if options["PER_HEAD"] else len(owners)
                 for head in range(numbers.heads_k)
             ]
             assert x.counters_ptr.tolist() == [-n for n in programs] * numbers.batch
@@ -70,7 +70,7 @@ class Counted(Kernel):
             real = gluon_language._add
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(gluon_language, "_add", add)
-                launch(*given, OPTIONS=OPTIONS, **options)
+                launch(*given, **options)
             assert not x.counters_ptr.any()
             # nothing is added behind what says so
             assert all(torch.equal(dq, x.dq_ptr.view(torch.int32)) for dq in raised)

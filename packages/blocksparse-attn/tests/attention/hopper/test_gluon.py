@@ -172,8 +172,8 @@ def test_other_sequences_are_not_read(serve):
 
 
 # function, what it says, what a mistake would be
-ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
-WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+ARRIVE_V = "barrier_arrive(EMPTY + OPTIONS.STAGES_K + stage_v, PARTIES, 4)"
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // OPTIONS.STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 ARRIVE_K = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
@@ -186,8 +186,8 @@ MISTAKES = [
     ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
     ("receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("hide", "!= 0, reach, -1", "!= 0, reach, reach"),
-    ("_fold", "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)", "pass"),
-    ("_fold", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
+    ("_fold", "mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)", "pass"),
+    ("_fold", "turn // OPTIONS.STAGES_K & 1", "(turn // OPTIONS.STAGES_K & 1) ^ 1"),
     ("_fold", WAIT_V, "pass"),
     ("_fold", WAIT_S, "pass"),
     ("_fold", WAIT_S, ARRIVE_K + "; " + WAIT_S),

@@ -252,9 +252,9 @@ ARRIVE_OWN = "barrier_arrive(EMPTY + stage, EITHER, 4)"
 WAIT_DK = "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))"
 WAIT_OWN_DK = "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))"
 MISTAKES = [
-    ("produce", "_wait_for_room(EMPTY + stage, turn - STAGES < both)", "pass"),
-    ("produce", "turn - STAGES < both", "turn < both"),
-    ("produce", "_wait_for_room(EMPTY + last % STAGES, last < both)", "pass"),
+    ("produce", "_wait_for_room(EMPTY + stage, turn - OPTIONS.STAGES < both)", "pass"),
+    ("produce", "turn - OPTIONS.STAGES < both", "turn < both"),
+    ("produce", "_wait_for_room(EMPTY + last % OPTIONS.STAGES, last < both)", "pass"),
     ("produce", "mbarrier.arrive(pipeline.q_full.index(stage), count=1)", "pass"),
     ("_numbers", "other=0.0", "other=INF"),
     ("_describe", "block == keys.seen_1, 0", "block == keys.seen_0, 0"),
@@ -296,7 +296,7 @@ MISTAKES = [
     ("probabilities", "pick(fields, REACH + W)", "64"),
     ("write", "hopper.fence_async_shared()", "pass"),
     ("hopper_backward_kernel", "pid < there", "pid + 1 < there"),
-    ("_allocate", "barriers(STAGES, 2)", "barriers(STAGES, 1)"),
+    ("_allocate", "barriers(OPTIONS.STAGES, 2)", "barriers(OPTIONS.STAGES, 1)"),
     ("_allocate", "dq_added = barriers(1, 2)", "dq_added = barriers(1, 1)"),
     ("produce", "mbarrier.wait(pipeline.dq_added, 0)", "pass"),
     ("produce", "raise_counter(tensors.counters_ptr + head, 1)", "pass"),
@@ -316,7 +316,7 @@ MISTAKES_OF_PIECES = [
     ("copy_piece", "(ROWS // PIECE) + i", "(ROWS // PIECE)"),
     ("_add_pieces", "warp % WARPS", "warp"),
     ("_add_pieces", "warp // WARPS == i", "warp == i"),
-    ("_consume", "work.owned_ptr + W * (ROWS // PIECE)", "work.owned_ptr"),
+    ("_consume", "work.owned_ptr + W * (ROWS // OPTIONS.PIECE)", "work.owned_ptr"),
     ("add_block", "work.owned_ptr + W * (ROWS // PIECE)", "work.owned_ptr"),
     ("_leave", "mine % OTHERS != 0", "(mine > 0) & (mine < OTHERS)"),
     ("find_block", "gl.load(parts_ptr + piece, mask=is_there", "gl.load(parts_ptr, mask=is_there"),

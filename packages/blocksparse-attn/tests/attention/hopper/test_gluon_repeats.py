@@ -171,7 +171,9 @@ def test_what_nobody_sees_may_be_nan(repeating):
 
 
 ARRIVE_K = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
-ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
+ARRIVE_V = "barrier_arrive(EMPTY + OPTIONS.STAGES_K + stage_v, PARTIES, 4)"
+WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)"
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), turn // OPTIONS.STAGES_V & 1)"
 WAIT_DP = "dp = hopper.warpgroup_mma_wait(0, deps=(dp,))"
 WAIT_DQ = "dq = hopper.warpgroup_mma_wait(0, deps=(dq,))"
 TURN_OF_0 = "turn = program.index * 0"
@@ -182,8 +184,8 @@ MISTAKES = [
     (True, "copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     (True, "copy_queries", "+ tensors.dout_desc.block_type.nbytes", ""),
     (True, "produce", "items = coming", "pass"),
-    (True, "_walk", "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)", "pass"),
-    (True, "_walk", "mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)", "pass"),
+    (True, "_walk", WAIT_K, "pass"),
+    (True, "_walk", WAIT_V, "pass"),
     (True, "_walk", "s = hopper.warpgroup_mma_wait(1, deps=(s,))", "pass"),
     (True, "_walk", "s = hide(s, entries, rows, OPTIONS)", "pass"),
     (True, "_walk", WAIT_DP, "pass"),

@@ -138,7 +138,7 @@ def test_who_takes_half_steps(block, cols, shared, causal, taken):
             assert not spec_of(kind, *choice).halves
         for x in Tensors(q[None], k[None], k[None]), Tensors(q, k, k, cu, cu):
             launch = Plan(x, pattern, options)._tall.launch
-            assert launch._constants["OPTIONS"].HALVES is taken
+            assert launch._constants["HALVES"] is taken
 
 
 # ---- what it builds into

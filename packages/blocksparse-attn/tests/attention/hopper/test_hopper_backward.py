@@ -116,7 +116,7 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, waits, device):
     )
     options = options_of(head_dim, head_dim_v, block_d, ROUNDS=True)
     grid = numbers.slots_q + numbers.slots_k
-    row_kernel[(grid,)](*tensors, *flat(numbers), OPTIONS=options, num_warps=4)
+    row_kernel[(grid,)](*tensors, *flat(numbers), **options._asdict(), num_warps=4)
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
@@ -170,7 +170,7 @@ def test_sums_wait_for_the_walks_of_their_head(pending, device):
     dq.clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(waiting):
-        row_kernel[(slots,)](*tensors, *flat(numbers), OPTIONS=options, num_warps=4)
+        row_kernel[(slots,)](*tensors, *flat(numbers), **options._asdict(), num_warps=4)
     time.sleep(0.1)
     with torch.cuda.stream(other):
         seen = dq.clone()
@@ -225,7 +225,7 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
         dv_sums_ptr=sums[1],
     )
     options = options_of(64, 64, 64, WIDTH_V=128)
-    row_kernel[(grid,)](*tensors, *flat(numbers), OPTIONS=options, num_warps=4)
+    row_kernel[(grid,)](*tensors, *flat(numbers), **options._asdict(), num_warps=4)
     for filled in (dq_sums, delta, lse2):
         assert not filled.any()
     for given in sums:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._linked.launch.entries import Foreign, Map, Number, Pointer
+from ..._linked.launch.entries import Constant, Foreign, Map, Number, Pointer
 
 
 class QueryTensors(NamedTuple):
@@ -56,23 +56,23 @@ class QueryNumbers(NamedTuple):
 class QueryOptions(NamedTuple):
     """Constants of ``hopper_query_kernel``."""
 
-    GROUP: Any  # query heads per key head
-    HEADS: Any  # heads of a tile
-    SPAN: Any  # positions per owner of a list
-    ROW_MEMBERS: Any  # rows of blocks per owner
-    BLOCK_Q: Any  # the layout's block size
-    BLOCK_K: Any
-    IS_CAUSAL: Any
-    PER_HEAD: Any  # each unit has its own lists; otherwise all units share one
-    SHORT: Any  # most queries of a sequence that another kernel serves
-    TOP_LEFT: Any  # query i stands at position i
-    HALVES: Any  # lists name the blocks that only one warpgroup sees: these make half steps
-    ROWS: Any  # rows per warpgroup
-    BLOCK_N: Any
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    STAGES_K: Any
-    STAGES_V: Any
+    GROUP: Constant  # query heads per key head
+    HEADS: Constant  # heads of a tile
+    SPAN: Constant  # positions per owner of a list
+    ROW_MEMBERS: Constant  # rows of blocks per owner
+    BLOCK_Q: Constant  # the layout's block size
+    BLOCK_K: Constant
+    IS_CAUSAL: Constant
+    PER_HEAD: Constant  # each unit has its own lists; otherwise all units share one
+    SHORT: Constant  # most queries of a sequence that another kernel serves
+    TOP_LEFT: Constant  # query i stands at position i
+    HALVES: Constant  # lists name the blocks that only one warpgroup sees: these make half steps
+    ROWS: Constant  # rows per warpgroup
+    BLOCK_N: Constant
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant
+    STAGES_K: Constant
+    STAGES_V: Constant
 
 
 class BackwardTensors(NamedTuple):
@@ -123,12 +123,12 @@ class BackwardNumbers(NamedTuple):
 class BackwardOptions(NamedTuple):
     """Constants of the backward."""
 
-    GROUP: Any  # query heads per key head
-    IS_CAUSAL: Any
-    PER_HEAD: Any  # each key head has its own lists; otherwise all share one
-    TOP_LEFT: Any  # query i stands at position i
-    PIECE: Any  # tokens per block of the layout, at most 64
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    STAGES: Any
-    MAKES_DQ: Any  # otherwise another launch makes dq, and programs add in a fixed order
+    GROUP: Constant  # query heads per key head
+    IS_CAUSAL: Constant
+    PER_HEAD: Constant  # each key head has its own lists; otherwise all share one
+    TOP_LEFT: Constant  # query i stands at position i
+    PIECE: Constant  # tokens per block of the layout, at most 64
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant
+    STAGES: Constant
+    MAKES_DQ: Constant  # otherwise another launch makes dq, and programs add in a fixed order

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._linked.launch.entries import Foreign, Number, Pointer
+from ..._linked.launch.entries import Constant, Foreign, Number, Pointer
 from ..._linked.portable.primitives import Strides
 
 # of a tensor that a launch does not read
@@ -15,57 +15,59 @@ class Options(NamedTuple):
     """Constants of ``attention_kernel``."""
 
     # the call
-    GROUP: Any  # query heads per key head
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    BLOCK_D: Any
-    BLOCK_DV: Any
-    ROW_BYTES: Any  # alignment of rows
-    ROW_BYTES_V: Any
-    BLOCK_Q: Any  # the layout's block size
-    BLOCK_K: Any
-    IS_CAUSAL: Any
-    PER_HEAD: Any  # each unit has its own lists; otherwise all units share one
-    TOP_LEFT: Any  # query i stands at position i
+    GROUP: Constant  # query heads per key head
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant
+    BLOCK_D: Constant
+    BLOCK_DV: Constant
+    ROW_BYTES: Constant  # alignment of rows
+    ROW_BYTES_V: Constant
+    BLOCK_Q: Constant  # the layout's block size
+    BLOCK_K: Constant
+    IS_CAUSAL: Constant
+    PER_HEAD: Constant  # each unit has its own lists; otherwise all units share one
+    TOP_LEFT: Constant  # query i stands at position i
     # the tile of queries; 0 if programs own tiles of keys
-    POSITIONS: Any = 0
-    HEADS: Any = 0  # from one group
-    PACKS: Any = 0  # tiles that hold all heads of a group
-    SPAN: Any = 0  # positions per owner of a list
-    ROW_MEMBERS: Any = 0  # rows of blocks in a tile
-    HEAD_MEMBERS: Any = 0  # heads whose lists are united
+    POSITIONS: Constant = 0
+    HEADS: Constant = 0  # from one group
+    PACKS: Constant = 0  # tiles that hold all heads of a group
+    SPAN: Constant = 0  # positions per owner of a list
+    ROW_MEMBERS: Constant = 0  # rows of blocks in a tile
+    HEAD_MEMBERS: Constant = 0  # heads whose lists are united
     # the pass
-    BY_KEY: Any = False  # programs own tiles of keys, for dk and dv; otherwise tiles of queries
-    MERGES: Any = False  # merge the splits of the forward
-    PAGE: Any = 0  # tokens of a page, 0 without pages
-    IS_SHORT: Any = False  # tiles of sequences of a few queries
-    SHORT: Any = 0  # most queries of a sequence with such tiles, in the forward
-    FOLD: Any = True  # the scale is not negative
-    SETTLE: Any = False  # wait for the products of dk at the end of each step
+    BY_KEY: Constant = (
+        False  # programs own tiles of keys, for dk and dv; otherwise tiles of queries
+    )
+    MERGES: Constant = False  # merge the splits of the forward
+    PAGE: Constant = 0  # tokens of a page, 0 without pages
+    IS_SHORT: Constant = False  # tiles of sequences of a few queries
+    SHORT: Constant = 0  # most queries of a sequence with such tiles, in the forward
+    FOLD: Constant = True  # the scale is not negative
+    SETTLE: Constant = False  # wait for the products of dk at the end of each step
     # the tile of scores of a step
-    BLOCK_M: Any = 0
-    BLOCK_N: Any = 0
-    PRECISION: Any = ""
-    UPCAST: Any = False  # the interpreter multiplies in fp32
+    BLOCK_M: Constant = 0
+    BLOCK_N: Constant = 0
+    PRECISION: Constant = ""
+    UPCAST: Constant = False  # the interpreter multiplies in fp32
 
 
 class RowOptions(NamedTuple):
     """Constants of ``row_kernel``, which runs before and after the backward."""
 
-    HEAD_DIM_V: Any
-    BLOCK_DV: Any
-    ROW_BYTES_V: Any
-    BLOCK: Any  # rows per program
+    HEAD_DIM_V: Constant
+    BLOCK_DV: Constant
+    ROW_BYTES_V: Constant
+    BLOCK: Constant  # rows per program
     # sums of gradients
-    ROUNDS: Any = False  # write the gradients from the sums
-    HEAD_DIM: Any = 0
-    PER_HEAD: Any = False  # each key head has its own lists; otherwise all share one
-    TOP_LEFT: Any = False  # query i stands at position i
-    TOKENS: Any = 0  # tokens per block of the layout, at most 64
-    WIDTH: Any = 0  # columns of sums
-    WIDTH_V: Any = 0
-    PIECE: Any = 0  # elements of dq's sums that one store sets to 0
-    IS_EARLY: Any = False  # the launch that adds to the sums may still run
+    ROUNDS: Constant = False  # write the gradients from the sums
+    HEAD_DIM: Constant = 0
+    PER_HEAD: Constant = False  # each key head has its own lists; otherwise all share one
+    TOP_LEFT: Constant = False  # query i stands at position i
+    TOKENS: Constant = 0  # tokens per block of the layout, at most 64
+    WIDTH: Constant = 0  # columns of sums
+    WIDTH_V: Constant = 0
+    PIECE: Constant = 0  # elements of dq's sums that one store sets to 0
+    IS_EARLY: Constant = False  # the launch that adds to the sums may still run
 
 
 class Tensors(NamedTuple):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import entry
-from .arguments import Numbers, Tensors
+from .arguments import Numbers, Options, Tensors
 from .backward_dkdv import make_dkdv
 from .backward_dq import make_dq
 from .forward import fill_padding, make_output
@@ -53,7 +53,7 @@ def _own_queries(tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @entry(triton.jit)
-def attention_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr):
+def attention_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
     With ``dout``: ``dq = scale * ds k``, or ``dk = scale * ds^T q`` and ``dv = p^T dout``, where

@@ -24,15 +24,12 @@ def _dkdv_walk(
     The pointers are those of the sequence. One loop covers all heads of the group: a second loop
     around it would cost registers and drain the pipeline between heads.
     """
-    GROUP: tl.constexpr = OPTIONS.GROUP
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    PRECISION: tl.constexpr = OPTIONS.PRECISION
-    UPCAST: tl.constexpr = OPTIONS.UPCAST
     HAS_MEMBERS: tl.constexpr = MASKED and OPTIONS.BLOCK_N > OPTIONS.BLOCK_K
     # an item names its head (PER_HEAD), or the heads of the group walk one list, one after another
-    IN_ITEM: tl.constexpr = GROUP if OPTIONS.PER_HEAD else 1
-    TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else GROUP
+    IN_ITEM: tl.constexpr = OPTIONS.GROUP if OPTIONS.PER_HEAD else 1
+    TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     work = columns.work
     items = ranges.count_a + ranges.count_b + ranges.count_c
     steps = count_steps(items, BLOCK_M, BLOCK_Q)
@@ -48,9 +45,9 @@ def _dkdv_walk(
         rows = positions - work.diagonal
         if OPTIONS.PER_HEAD:
             # one for the step, or one per query
-            heads = work.unit * GROUP + item % IN_ITEM
+            heads = work.unit * OPTIONS.GROUP + item % IN_ITEM
         else:
-            heads = work.unit * GROUP + step // turn
+            heads = work.unit * OPTIONS.GROUP + step // turn
         heads_64 = heads.to(tl.int64)
         rows_64 = rows.to(tl.int64)
         inside = (rows >= 0) & (rows < work.seqlen_q)
@@ -63,12 +60,12 @@ def _dkdv_walk(
         q_t = load_rows(
             queries.q_ptr, q_at, inside, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_M]
-        products = dot(columns.k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        products = dot(columns.k, q_t, OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_N, BLOCK_M]
         dout_at = rows_64 * numbers.dout.token + heads_64 * numbers.dout.head
         dout = load_rows(
             queries.dout_ptr, dout_at, inside, OPTIONS, True, MASKED
         )  # [BLOCK_M, BLOCK_DV]
-        dp = dot(columns.v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        dp = dot(columns.v, tl.trans(dout), OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_N, BLOCK_M]
         # loaded after the products: before them, these would hold registers that the products need
         if MASKED:
             delta = tl.load(queries.delta_ptr + row_at, mask=inside, other=0.0)
@@ -90,9 +87,9 @@ def _dkdv_walk(
             p = tl.where(visible, p, 0.0)
             # a key that no query sees may hold NaN
             dp = tl.where(visible, dp, 0.0)
-        dv = dot_add(dv, p, dout, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_DV]
+        dv = dot_add(dv, p, dout, OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_N, BLOCK_DV]
         ds = p * (dp - delta[None, :])
-        dk = dot_add(dk, ds, tl.trans(q_t), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_D]
+        dk = dot_add(dk, ds, tl.trans(q_t), OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_N, BLOCK_D]
         dk = settle(dk, OPTIONS.SETTLE)
         following = (step + 1) % turn
         item = fetch(tensors.items_ptr, following, ranges, NO_BLOCK * IN_ITEM, BLOCK_M, BLOCK_Q)
@@ -104,20 +101,16 @@ def _dkdv_walk(
 @triton.jit
 def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     """Write dk and dv of one tile of keys, summed over all query heads of the key head."""
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
-    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
     heads_k = numbers.heads_q // OPTIONS.GROUP
     sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles, numbers.span
     grid = Grid(q_starts, k_starts, numbers.batch, heads_k, *sizes, 1)
-    work = locate_keys(tl.program_id(0), grid, BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
+    work = locate_keys(tl.program_id(0), grid, OPTIONS.BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
     if not work.is_alive:
         return
     batch_64 = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
     head_64 = work.unit.to(tl.int64)
-    keys = work.tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    keys = work.tile * OPTIONS.BLOCK_N + tl.arange(0, OPTIONS.BLOCK_N)  # [BLOCK_N]
     keys_64 = keys.to(tl.int64)
     inside = keys < work.seqlen_k
     k_ptr = pointer_to(tensors.k_ptr, numbers.k, batch_64, work.k_start, head_64)
@@ -132,13 +125,13 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
         rule_ptr += batch_64 * numbers.rule_stride
     lse2_ptr, delta_ptr = tensors.lse2_ptr + row_at, tensors.delta_ptr + row_at
     queries = RowPointers(q_ptr, dout_ptr, lse2_ptr, delta_ptr, rule_ptr)
-    SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
-    bits = (keys % SPAN) // BLOCK_K
+    SPAN: tl.constexpr = OPTIONS.BLOCK_N if OPTIONS.BLOCK_N > OPTIONS.BLOCK_K else OPTIONS.BLOCK_K
+    bits = (keys % SPAN) // OPTIONS.BLOCK_K
     seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS)
     rest = whole + count
     columns = Columns(work, k, v, keys, bits)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([OPTIONS.BLOCK_N, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv = tl.zeros([OPTIONS.BLOCK_N, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):
         if masked == 1:
             ranges = Ranges(seen, whole - seen, rest, seen_end - rest, cut, cut_end - cut)
@@ -149,9 +142,9 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
         )
 
     token = batch_64 * numbers.tokens_k if k_starts is None else work.k_start
-    first = (token + work.tile * BLOCK_N) * heads_k + work.unit
+    first = (token + work.tile * OPTIONS.BLOCK_N) * heads_k + work.unit
     # addresses stay in registers through the walk: a 64-bit scalar and 32-bit offsets in the tile
-    row = tl.arange(0, BLOCK_N) * heads_k
+    row = tl.arange(0, OPTIONS.BLOCK_N) * heads_k
     _store(dk * numbers.scale, tensors.out_ptr, first, row, inside, OPTIONS.HEAD_DIM)
     _store(dv, tensors.dv_ptr, first, row, inside, OPTIONS.HEAD_DIM_V)
 

@@ -14,14 +14,11 @@ from .structures import RowValues
 def _dq_walk(dq, values, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Add the contributions of the keys to a tile of dq, in masked or in whole steps."""
     HAS_MEMBERS: tl.constexpr = MASKED and OPTIONS.ROW_MEMBERS > 1
-    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    PRECISION: tl.constexpr = OPTIONS.PRECISION
-    UPCAST: tl.constexpr = OPTIONS.UPCAST
     ranges = ranges_of(walk, MASKED)
     block, members = fetch_keys(0, ranges, tensors, HAS_MEMBERS, OPTIONS)
-    for step in tl.range(0, count_steps(ranges.count_a + ranges.count_b, BLOCK_N, BLOCK_K)):
-        keys = tokens_of(block, step, BLOCK_N, BLOCK_K)
+    for step in tl.range(0, count_steps(ranges.count_a + ranges.count_b, BLOCK_N, OPTIONS.BLOCK_K)):
+        keys = tokens_of(block, step, BLOCK_N, OPTIONS.BLOCK_K)
         live = keys >= 0
         if MASKED:
             live = live_keys(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
@@ -32,14 +29,14 @@ def _dq_walk(dq, values, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPT
         v_t = load_rows(
             rows.v_ptr, keys_64 * numbers.v.token, live, OPTIONS, True, MASKED, TURNED=True
         )  # [BLOCK_DV, BLOCK_N]
-        products = dot(values.q, k_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
-        dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        products = dot(values.q, k_t, OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_M, BLOCK_N]
+        dp = dot(values.dout, v_t, OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(products * (numbers.scale * LOG2E) - values.lse2[:, None])
         if MASKED:
             visible = sees(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
             p = tl.where(visible, p, 0.0)
         ds = p * (dp - values.delta[:, None])  # [BLOCK_M, BLOCK_N]
-        dq = dot_add(dq, ds, tl.trans(k_t), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_D]
+        dq = dot_add(dq, ds, tl.trans(k_t), OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_M, BLOCK_D]
         block, members = fetch_keys(step + 1, ranges, tensors, HAS_MEMBERS, OPTIONS)
     return dq
 
@@ -47,8 +44,6 @@ def _dq_walk(dq, values, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPT
 @triton.jit
 def make_dq(rows, walk, tensors, numbers, OPTIONS: tl.constexpr):
     """Write dq of a tile of queries."""
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     heads = rows.head.to(tl.int64)
     rows_64 = rows.row.to(tl.int64)
     if tensors.cu_seqlens_q_ptr is None:
@@ -66,7 +61,7 @@ def make_dq(rows, walk, tensors, numbers, OPTIONS: tl.constexpr):
     dout_ptr = pointer_to(tensors.dout_ptr, numbers.dout, rows.batch, rows.work.q_start, 0)
     dout = load_rows(dout_ptr, dout_at, sees, OPTIONS, True, True)  # [BLOCK_M, BLOCK_DV]
     values = RowValues(q, dout, lse2, delta)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
+    dq = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for masked in tl.static_range(2):
         dq = _dq_walk(dq, values, rows, walk, tensors, numbers, masked == 1, OPTIONS)
     store_tile(dq * numbers.scale, rows, tensors, numbers, OPTIONS.HEAD_DIM, OPTIONS)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import INF, LOG2E, NEG_INF
-from .arguments import RowNumbers, RowTensors
+from .arguments import RowNumbers, RowOptions, RowTensors
 from .primitives import load_rows
 from .sums import clear_sums, expect_walks, round_sums
 
@@ -23,17 +23,15 @@ def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     ``delta = sum(out * dout) - dlse``. ``lse2`` is the LSE in base 2; for fully masked rows it is
     +inf, which makes their probabilities 0.
     """
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
     tokens, heads_q = numbers.tokens_q, numbers.heads_q
-    row = place.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    row = place.to(tl.int64) * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
     inside = row < numbers.rows
     batch_head = row // tokens
     token = row % tokens
     batch_id = batch_head // heads_q
     head = batch_head % heads_q
     # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
-    out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
+    out_at = ((batch_id * tokens + token) * heads_q + head) * OPTIONS.HEAD_DIM_V
     strides = numbers.dout
     dout_at = batch_id * strides.batch + token * strides.token + head * strides.head
     out = load_rows(tensors.out_ptr, out_at, inside, OPTIONS, True, True)
@@ -49,7 +47,7 @@ def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @entry(triton.jit)
-def row_kernel(tensors: RowTensors, numbers: RowNumbers, OPTIONS: tl.constexpr):
+def row_kernel(tensors: RowTensors, numbers: RowNumbers, OPTIONS: RowOptions):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)`` of a program's rows.
 
     If there are sums of gradients, each program also sets a share of them to 0. With ``ROUNDS`` the

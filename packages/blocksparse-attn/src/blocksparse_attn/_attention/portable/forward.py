@@ -20,9 +20,6 @@ from .structures import Softmax
 @triton.jit
 def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Fold keys into the running softmax of a tile of queries, in masked or in whole steps."""
-    PAGE: tl.constexpr = OPTIONS.PAGE
-    PRECISION: tl.constexpr = OPTIONS.PRECISION
-    UPCAST: tl.constexpr = OPTIONS.UPCAST
     HAS_MEMBERS: tl.constexpr = MASKED and (OPTIONS.ROW_MEMBERS > 1 or OPTIONS.HEAD_MEMBERS > 1)
     acc, l_i, m_i = softmax
     scale = numbers.scale
@@ -39,11 +36,11 @@ def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTI
         live = keys >= 0
         if MASKED:
             live = live_keys(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
-        k_at = key_offsets(keys, live, numbers.k, rows.table_ptr, MASKED, PAGE)
-        v_at = key_offsets(keys, live, numbers.v, rows.table_ptr, MASKED, PAGE)
+        k_at = key_offsets(keys, live, numbers.k, rows.table_ptr, MASKED, OPTIONS.PAGE)
+        v_at = key_offsets(keys, live, numbers.v, rows.table_ptr, MASKED, OPTIONS.PAGE)
         # [BLOCK_D, BLOCK_N]
         k = load_rows(rows.k_ptr, k_at, live, OPTIONS, False, MASKED, TURNED=True)
-        s = dot(q, k, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        s = dot(q, k, OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
             # fold the scale into the exponential's multiply-add; it is not negative: max commutes
             factor = scale * LOG2E
@@ -63,7 +60,7 @@ def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTI
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         v = load_rows(rows.v_ptr, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
-        acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)
+        acc = dot_add(acc * alpha[:, None], p, v, OPTIONS.PRECISION, OPTIONS.UPCAST)
         m_i = m_new
         block, members = fetch_keys(step + 1, ranges, tensors, HAS_MEMBERS, OPTIONS)
     return Softmax(acc, l_i, m_i)
@@ -72,11 +69,8 @@ def _attend(softmax, q, rows, walk, tensors, numbers, MASKED: tl.constexpr, OPTI
 @triton.jit
 def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the results of padding: output 0, lse -inf."""
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    m = tl.arange(0, OPTIONS.BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
     in_group = work.unit % OPTIONS.PACKS * OPTIONS.HEADS + m % OPTIONS.HEADS
     head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
     for begin in range(first, last, OPTIONS.POSITIONS):
@@ -84,13 +78,13 @@ def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
         inside = (token < last) & (in_group < OPTIONS.GROUP)
         tl.store(
             tensors.lse_ptr + head.to(tl.int64) * numbers.tokens_q + token,
-            tl.full([BLOCK_M], NEG_INF, tl.float32),
+            tl.full([OPTIONS.BLOCK_M], NEG_INF, tl.float32),
             mask=inside,
         )
-        out_at = (token * numbers.heads_q + head) * HEAD_DIM_V
+        out_at = (token * numbers.heads_q + head) * OPTIONS.HEAD_DIM_V
         out_ptrs = tensors.out_ptr + out_at[:, None] + cols_dv[None, :]
-        nothing = tl.zeros([BLOCK_M, BLOCK_DV], tensors.out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, nothing, mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :])
+        nothing = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.BLOCK_DV], tensors.out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, nothing, mask=inside[:, None] & (cols_dv < OPTIONS.HEAD_DIM_V)[None, :])
 
 
 @triton.jit
@@ -114,13 +108,12 @@ def fill_padding(work, tensors, numbers, OPTIONS: tl.constexpr):
 def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
     """Store the result of one split, for the merge; every row is written.
 
-    The buffers are [program without split, split, BLOCK_M].
+    The buffers are [program without split, split, OPTIONS.BLOCK_M].
     """
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    m = tl.arange(0, OPTIONS.BLOCK_M)  # [BLOCK_M]
     cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
-    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    first = tl.program_id(0).to(tl.int64) * OPTIONS.BLOCK_M
     tl.store(tensors.part_lse_ptr + first + m, lse2)
     at = first * HEAD_DIM_V + (m[:, None] * HEAD_DIM_V + cols_dv[None, :])  # [BLOCK_M, BLOCK_DV]
     tl.store(tensors.part_out_ptr + at, out, mask=(cols_dv < HEAD_DIM_V)[None, :])
@@ -129,14 +122,12 @@ def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
 @triton.jit
 def make_output(rows, walk, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the output and the LSE of a tile of queries, or the result of one split of its keys."""
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     row_at = rows.row.to(tl.int64) * numbers.q.token + rows.head.to(tl.int64) * numbers.q.head
     q_ptr = pointer_to(tensors.q_ptr, numbers.q, rows.batch, rows.work.q_start, 0)
     q = load_rows(q_ptr, row_at, rows.inside, OPTIONS, False, True)  # [BLOCK_M, BLOCK_D]
-    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
-    l_i = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+    m_i = tl.full([OPTIONS.BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
+    l_i = tl.zeros([OPTIONS.BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
     softmax = Softmax(acc, l_i, m_i)
     for masked in tl.static_range(2):
         softmax = _attend(softmax, q, rows, walk, tensors, numbers, masked == 1, OPTIONS)

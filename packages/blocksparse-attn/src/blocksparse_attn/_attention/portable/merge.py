@@ -50,21 +50,18 @@ def store_rows(out, lse2, rows, tensors, numbers, OPTIONS: tl.constexpr):
 @triton.jit
 def merge_parts(rows, tensors, numbers, OPTIONS: tl.constexpr):
     """Write ``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m = tl.arange(0, OPTIONS.BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
+    m_i = tl.full([OPTIONS.BLOCK_M], NEG_INF, tl.float32)
+    l_i = tl.zeros([OPTIONS.BLOCK_M], tl.float32)
+    acc = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.BLOCK_DV], tl.float32)
     first = tl.program_id(0).to(tl.int64) * numbers.splits
     for split in tl.range(0, numbers.splits):
-        at = (first + split) * BLOCK_M + m
+        at = (first + split) * OPTIONS.BLOCK_M + m
         lse2 = tl.load(tensors.part_lse_ptr + at)  # no mask: every row was written
         part = tl.load(
-            tensors.part_out_ptr + at[:, None] * HEAD_DIM_V + cols_dv[None, :],
-            mask=(cols_dv < HEAD_DIM_V)[None, :],
+            tensors.part_out_ptr + at[:, None] * OPTIONS.HEAD_DIM_V + cols_dv[None, :],
+            mask=(cols_dv < OPTIONS.HEAD_DIM_V)[None, :],
             other=0.0,
         )
         m_new = tl.maximum(m_i, lse2)

@@ -124,13 +124,11 @@ def live_keys(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: 
 
     ``members`` has a bit for each of the tile's rows of blocks: whether it keeps the key's block.
     """
-    BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
-    ROW_MEMBERS: tl.constexpr = OPTIONS.ROW_MEMBERS
-    if ROW_MEMBERS > 1:
+    if OPTIONS.ROW_MEMBERS > 1:
         reach = members * 0 - 1
-        for i in tl.static_range(ROW_MEMBERS):
-            first = tl.maximum(rows.span_start + i * BLOCK_Q, rows.first_position)
-            last = tl.minimum(rows.span_start + (i + 1) * BLOCK_Q - 1, rows.last_position)
+        for i in tl.static_range(OPTIONS.ROW_MEMBERS):
+            first = tl.maximum(rows.span_start + i * OPTIONS.BLOCK_Q, rows.first_position)
+            last = tl.minimum(rows.span_start + (i + 1) * OPTIONS.BLOCK_Q - 1, rows.last_position)
             is_kept = ((members >> i) & 1) != 0
             reach = tl.where(is_kept & (first <= last), last, reach)
     else:
@@ -160,12 +158,10 @@ def keeps(members, bits, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def fetch_keys(step, ranges, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.constexpr):
     """Load the block or blocks of a step of keys, and the members of the tile that keep them."""
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
-    block = fetch(tensors.items_ptr, step, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
+    block = fetch(tensors.items_ptr, step, ranges, NO_BLOCK, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
     members = 1
     if HAS_MEMBERS:
-        members = fetch(tensors.members_ptr, step, ranges, 0, BLOCK_N, BLOCK_K)
+        members = fetch(tensors.members_ptr, step, ranges, 0, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
     return block, members
 
 

@@ -83,22 +83,20 @@ def _clear(sums_ptr, COUNT: tl.constexpr):
 @triton.jit
 def clear_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
     """Set a share of dq's sums to 0, and the sums of dk and dv to which several programs add."""
-    TOKENS: tl.constexpr = OPTIONS.TOKENS
-    PIECE: tl.constexpr = OPTIONS.PIECE
     first = place * numbers.share
-    dq_sums_ptr = tensors.dq_sums_ptr + first.to(tl.int64) * PIECE
+    dq_sums_ptr = tensors.dq_sums_ptr + first.to(tl.int64) * OPTIONS.PIECE
     for _ in range(first, tl.minimum(first + numbers.share, numbers.pieces)):
-        _clear(dq_sums_ptr, PIECE)
-        dq_sums_ptr += PIECE
+        _clear(dq_sums_ptr, OPTIONS.PIECE)
+        dq_sums_ptr += OPTIONS.PIECE
     if place < numbers.slots_k:
         tile, is_owned, _start, head, _seqlen_k = _locate(place, tensors, numbers)
-        for i in tl.static_range(SIDE // TOKENS):
-            piece = tile * (SIDE // TOKENS) + i
+        for i in tl.static_range(SIDE // OPTIONS.TOKENS):
+            piece = tile * (SIDE // OPTIONS.TOKENS) + i
             parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
             if parts > 1:
-                at = place.to(tl.int64) * SIDE + i * TOKENS
-                _clear(tensors.dk_sums_ptr + at * OPTIONS.WIDTH, TOKENS * OPTIONS.WIDTH)
-                _clear(tensors.dv_sums_ptr + at * OPTIONS.WIDTH_V, TOKENS * OPTIONS.WIDTH_V)
+                at = place.to(tl.int64) * SIDE + i * OPTIONS.TOKENS
+                _clear(tensors.dk_sums_ptr + at * OPTIONS.WIDTH, OPTIONS.TOKENS * OPTIONS.WIDTH)
+                _clear(tensors.dv_sums_ptr + at * OPTIONS.WIDTH_V, OPTIONS.TOKENS * OPTIONS.WIDTH_V)
 
 
 @triton.jit
@@ -121,7 +119,6 @@ def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.const
 @triton.jit
 def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     """Write a block of dq from its sums; each of two warpgroups added half of the columns."""
-    WIDTH: tl.constexpr = OPTIONS.WIDTH
     offsets_ptr, heads_q = tensors.cu_seqlens_ptr, numbers.heads_q
     sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles_q
     grid = Grid(offsets_ptr, offsets_ptr, numbers.batch, heads_q, *sizes, 1, 1)
@@ -131,44 +128,40 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     if offsets_ptr is None:
         token += work.sequence.to(tl.int64) * numbers.tokens_q
     inside = (rows >= 0) & (rows < work.seqlen_q)
-    sums_ptr = tensors.dq_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH)
+    sums_ptr = tensors.dq_sums_ptr + place.to(tl.int64) * (SIDE * OPTIONS.WIDTH)
     if work.is_alive:
         if tensors.counters_ptr is not None:
             head = work.unit // (heads_q // numbers.heads_k)
             _await_walks(work.sequence, head, tensors, numbers)
         for half in tl.static_range(2):
-            first = half * (WIDTH // 2)
-            dq = _tile(sums_ptr + SIDE * first, SIDE, WIDTH // 2) * numbers.scale
+            first = half * (OPTIONS.WIDTH // 2)
+            dq = _tile(sums_ptr + SIDE * first, SIDE, OPTIONS.WIDTH // 2) * numbers.scale
             _store(dq, tensors.dq_ptr, token, inside, work.unit, heads_q, first, OPTIONS.HEAD_DIM)
 
 
 @triton.jit
 def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
     """Write dk and dv of 64 keys, except pieces that a single program owned and wrote."""
-    TOKENS: tl.constexpr = OPTIONS.TOKENS
-    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     WIDTH: tl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: tl.constexpr = OPTIONS.WIDTH_V
     dk_ptr, dv_ptr, heads_k = tensors.dk_ptr, tensors.dv_ptr, numbers.heads_k
     tile, is_owned, start, head, seqlen_k = _locate(place, tensors, numbers)
-    for i in tl.static_range(SIDE // TOKENS):
-        piece = tile * (SIDE // TOKENS) + i
+    for i in tl.static_range(SIDE // OPTIONS.TOKENS):
+        piece = tile * (SIDE // OPTIONS.TOKENS) + i
         parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
-        rows = piece * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+        rows = piece * OPTIONS.TOKENS + tl.arange(0, OPTIONS.TOKENS)  # [TOKENS]
         inside = (rows >= 0) & (rows < seqlen_k)
         token = start + rows
         if parts > 1:
-            at = place.to(tl.int64) * SIDE + i * TOKENS
-            dk = _tile(tensors.dk_sums_ptr + at * WIDTH, TOKENS, WIDTH) * numbers.scale
-            _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-            dv = _tile(tensors.dv_sums_ptr + at * WIDTH_V, TOKENS, WIDTH_V)
-            _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+            at = place.to(tl.int64) * SIDE + i * OPTIONS.TOKENS
+            dk = _tile(tensors.dk_sums_ptr + at * WIDTH, OPTIONS.TOKENS, WIDTH) * numbers.scale
+            _store(dk, dk_ptr, token, inside, head, heads_k, 0, OPTIONS.HEAD_DIM)
+            dv = _tile(tensors.dv_sums_ptr + at * OPTIONS.WIDTH_V, OPTIONS.TOKENS, OPTIONS.WIDTH_V)
+            _store(dv, dv_ptr, token, inside, head, heads_k, 0, OPTIONS.HEAD_DIM_V)
         if parts == 0:
-            dk = tl.zeros([TOKENS, WIDTH], tl.float32)  # [TOKENS, WIDTH]
-            _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-            dv = tl.zeros([TOKENS, WIDTH_V], tl.float32)  # [TOKENS, WIDTH_V]
-            _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+            dk = tl.zeros([OPTIONS.TOKENS, WIDTH], tl.float32)  # [TOKENS, WIDTH]
+            _store(dk, dk_ptr, token, inside, head, heads_k, 0, OPTIONS.HEAD_DIM)
+            dv = tl.zeros([OPTIONS.TOKENS, OPTIONS.WIDTH_V], tl.float32)  # [TOKENS, WIDTH_V]
+            _store(dv, dv_ptr, token, inside, head, heads_k, 0, OPTIONS.HEAD_DIM_V)
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._linked.launch.entries import Foreign, Number
+from ..._linked.launch.entries import Constant, Foreign, Number
 
 
 class Pieces(NamedTuple):
@@ -53,9 +53,9 @@ class BitNumbers(NamedTuple):
 class BitOptions(NamedTuple):
     """Constants of ``bit_kernel``."""
 
-    BY_KEY: Any  # lines are columns
-    IS_CAUSAL: Any
-    BLOCK: Any  # entries of ``col`` per program
+    BY_KEY: Constant  # lines are columns
+    IS_CAUSAL: Constant
+    BLOCK: Constant  # entries of ``col`` per program
 
 
 class ListTensors(NamedTuple):
@@ -90,13 +90,13 @@ class ListNumbers(NamedTuple):
 class ListOptions(NamedTuple):
     """Constants of ``list_kernel``."""
 
-    BY_KEY: Any
-    IS_CAUSAL: Any
-    IS_PACKED: Any  # members are heads
-    MEMBERS: Any
-    HALVES: Any  # see ``ListSpec.halves``
-    BLOCK: Any  # items per program
-    WRITES: Any  # write the items; otherwise count them
+    BY_KEY: Constant
+    IS_CAUSAL: Constant
+    IS_PACKED: Constant  # members are heads
+    MEMBERS: Constant
+    HALVES: Constant  # see ``ListSpec.halves``
+    BLOCK: Constant  # items per program
+    WRITES: Constant  # write the items; otherwise count them
 
 
 class PairTensors(NamedTuple):
@@ -152,8 +152,8 @@ class PairNumbers(NamedTuple):
 class PairOptions(NamedTuple):
     """Constants of ``pair_kernel``."""
 
-    STAGE: Any
-    SIDE: Any  # pieces per block
-    IS_CAUSAL: Any
-    BLOCK: Any  # items per step
-    ENTRIES: Any  # entries of a program per step
+    STAGE: Constant
+    SIDE: Constant  # pieces per block
+    IS_CAUSAL: Constant
+    BLOCK: Constant  # items per step
+    ENTRIES: Constant  # entries of a program per step

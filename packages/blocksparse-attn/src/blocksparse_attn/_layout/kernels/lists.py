@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import entry
-from .arguments import BitNumbers, BitTensors, ListNumbers, ListTensors
+from .arguments import BitNumbers, BitOptions, BitTensors, ListNumbers, ListOptions, ListTensors
 
 # as in ``_layout/lists.py``
 COUNTED = tl.constexpr(1 << 21)
@@ -33,15 +33,15 @@ def _row_of(slot, crow_ptr, rows, steps):
 
 
 @entry(triton.jit)
-def bit_kernel(tensors: BitTensors, numbers: BitNumbers, OPTIONS: tl.constexpr):
+def bit_kernel(tensors: BitTensors, numbers: BitNumbers, OPTIONS: BitOptions):
     """``bits[line, item] = 1`` of all kept blocks; a program reads ``BLOCK`` entries of one head.
 
     Each piece of a block has its own bit.
     """
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
     nnz, rows, pieces = numbers.nnz, numbers.rows, numbers.pieces
     head = tl.program_id(0) // numbers.chunks
-    slot = tl.program_id(0) % numbers.chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    first = tl.program_id(0) % numbers.chunks * OPTIONS.BLOCK
+    slot = first + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
     head_64 = head.to(tl.int64)
     row = _row_of(slot, tensors.crow_ptr + head_64 * (rows + 1), rows, numbers.steps)
     valid = (slot < nnz) & (row >= 0) & (row < rows)
@@ -64,7 +64,7 @@ def bit_kernel(tensors: BitTensors, numbers: BitNumbers, OPTIONS: tl.constexpr):
                 bit = line_k.to(tl.int64)
             line += head // numbers.group * numbers.lines
             at = line.to(tl.int64) * numbers.words + bit // 32
-            one = tl.full([BLOCK], 1, tl.int32) << (bit % 32).to(tl.int32)
+            one = tl.full([OPTIONS.BLOCK], 1, tl.int32) << (bit % 32).to(tl.int32)
             tl.atomic_or(tensors.bits_ptr + at, one, mask=kept, sem="relaxed")
 
 
@@ -98,29 +98,27 @@ def _is_between(first, last, row, is_there, common_ptr):
 def _look_up(owner, chunk, tensors, numbers, OPTIONS: tl.constexpr):
     """Return which members of an owner see each item of a chunk, and which items need no mask.
 
-    Both are ``[BLOCK]``: member bits, which are 0 if no member sees the item, and booleans.
+    Both are ``[OPTIONS.BLOCK]``: member bits, which are 0 if no member sees the item, and booleans.
     """
-    MEMBERS: tl.constexpr = OPTIONS.MEMBERS
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
     tile = owner % numbers.owners
     index = owner // numbers.owners
-    item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    item = chunk * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
     word = tensors.bits_ptr + item // 32
     if OPTIONS.IS_PACKED:  # members are heads
-        first = index % numbers.packs * MEMBERS
-        held = tl.minimum(numbers.group - first, MEMBERS)
+        first = index % numbers.packs * OPTIONS.MEMBERS
+        held = tl.minimum(numbers.group - first, OPTIONS.MEMBERS)
         line = (index // numbers.packs * numbers.group + first) * numbers.lines + tile
         apart = numbers.lines
         there = tl.minimum(held, numbers.heads - index // numbers.packs * numbers.group - first)
         there = tl.where(tile < numbers.lines, there, 0)
     else:
-        first = tile * MEMBERS
-        held = first * 0 + MEMBERS
+        first = tile * OPTIONS.MEMBERS
+        held = first * 0 + OPTIONS.MEMBERS
         line = index * numbers.lines + first
         apart = held * 0 + 1
         there = numbers.lines - first
-    seen = tl.zeros([BLOCK], tl.int32)
-    for member in tl.static_range(MEMBERS):
+    seen = tl.zeros([OPTIONS.BLOCK], tl.int32)
+    for member in tl.static_range(OPTIONS.MEMBERS):
         at = (line + member * apart).to(tl.int64) * numbers.words
         end = tl.where(there > member, numbers.items, 0)
         bits = tl.load(word + at, mask=item < end, other=0)
@@ -139,21 +137,19 @@ def _look_up(owner, chunk, tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @entry(triton.jit)
-def list_kernel(tensors: ListTensors, numbers: ListNumbers, OPTIONS: tl.constexpr):
+def list_kernel(tensors: ListTensors, numbers: ListNumbers, OPTIONS: ListOptions):
     """``counts[owner, c] = len(items of chunk c)``; with ``WRITES``, write the items to ``ends``.
 
     ``counts`` is [owners of all lists, parts, chunks]. The first part is the items that need no
     mask; the rest is one part, or three with ``HALVES``.
     """
-    HALVES: tl.constexpr = OPTIONS.HALVES
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    PARTS: tl.constexpr = 4 if HALVES else 2
+    PARTS: tl.constexpr = 4 if OPTIONS.HALVES else 2
     chunks = numbers.chunks
     owner = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
     seen, is_whole = _look_up(owner, chunk, tensors, numbers, OPTIONS)
     part = tl.where(is_whole, 0, 1)
-    if HALVES:
+    if OPTIONS.HALVES:
         FIRST: tl.constexpr = (1 << OPTIONS.MEMBERS // 2) - 1
         part = tl.where((seen & FIRST) == 0, 2, part)
         part = tl.where(seen <= FIRST, 3, part)
@@ -173,13 +169,13 @@ def list_kernel(tensors: ListTensors, numbers: ListNumbers, OPTIONS: tl.constexp
             tl.store(tensors.begin_ptr + owner, start)
             second = tl.load(tensors.ends_ptr + place + chunks)
             counts = second - start
-            if HALVES:
+            if OPTIONS.HALVES:
                 second = tl.load(tensors.ends_ptr + place + 2 * chunks)
                 first = tl.load(tensors.ends_ptr + place + 3 * chunks)
                 end = tl.load(tensors.ends_ptr + place + 4 * chunks)
                 counts += ((end - first) * COUNTED + (first - second)) * COUNTED
             tl.store(tensors.whole_ptr + owner, counts)
-        item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        item = chunk * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
         tl.store(tensors.items_ptr + target, item, mask=seen != 0)
         tl.store(tensors.members_ptr + target, seen, mask=seen != 0)
         # all programs together set unused elements to 0
@@ -187,9 +183,9 @@ def list_kernel(tensors: ListTensors, numbers: ListNumbers, OPTIONS: tl.constexp
         total = tl.load(tensors.ends_ptr + programs.to(tl.int64) * PARTS)
         if tl.program_id(0) == 0:
             tl.store(tensors.begin_ptr + programs // chunks, total)
-        nothing = tl.zeros([BLOCK], tl.int32)
-        first = total + tl.program_id(0).to(tl.int64) * BLOCK
-        for at in range(first, numbers.bound, programs.to(tl.int64) * BLOCK):
-            rest = at + tl.arange(0, BLOCK)
+        nothing = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        first = total + tl.program_id(0).to(tl.int64) * OPTIONS.BLOCK
+        for at in range(first, numbers.bound, programs.to(tl.int64) * OPTIONS.BLOCK):
+            rest = at + tl.arange(0, OPTIONS.BLOCK)
             tl.store(tensors.items_ptr + rest, nothing, mask=rest < numbers.bound)
             tl.store(tensors.members_ptr + rest, nothing, mask=rest < numbers.bound)

@@ -88,20 +88,18 @@ def walked(owner, half: tl.constexpr, item, inside, tensors, numbers, SIDE: tl.c
 @triton.jit
 def find_apart(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Count for each piece the items that see it and at most half of its block."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
-    for slot in tl.static_range(SIDE):
-        count = tl.zeros([BLOCK], tl.int32)
-        last = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, numbers.items, BLOCK):
-            item = begin + tl.arange(0, BLOCK)
+    for slot in tl.static_range(OPTIONS.SIDE):
+        count = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        last = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        for begin in range(0, numbers.items, OPTIONS.BLOCK):
+            item = begin + tl.arange(0, OPTIONS.BLOCK)
             inside = item < numbers.items
-            field = _field(pid * SIDE + slot, item, inside, tensors, numbers, SIDE)
-            found = (field != 0) & _is_apart(pid, item, inside, tensors, numbers, SIDE)
+            field = _field(pid * OPTIONS.SIDE + slot, item, inside, tensors, numbers, OPTIONS.SIDE)
+            found = (field != 0) & _is_apart(pid, item, inside, tensors, numbers, OPTIONS.SIDE)
             count += found.to(tl.int32)
             last = tl.maximum(last, tl.where(found, item + 1, 0))
-        tl.store(tensors.alone_ptr + pid * SIDE + slot, tl.sum(count, 0))
-        tl.store(tensors.last_ptr + pid * SIDE + slot, tl.max(last, 0))
+        tl.store(tensors.alone_ptr + pid * OPTIONS.SIDE + slot, tl.sum(count, 0))
+        tl.store(tensors.last_ptr + pid * OPTIONS.SIDE + slot, tl.max(last, 0))
 
 
 @triton.jit
@@ -137,7 +135,6 @@ def put_in_order(pid, tensors, numbers, OPTIONS: tl.constexpr):
 @triton.jit
 def fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the cells of a block of neighbouring pieces, or of pieces from any position."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
     SIDE: tl.constexpr = OPTIONS.SIDE
     half = numbers.in_blocks // 2
     index = pid // numbers.in_blocks
@@ -152,9 +149,9 @@ def fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
         # masks for items that see at most half of a block, and for all other items
         apart = tl.where(is_many, 0 - is_gathered, is_gathered - 1)
         rest = is_gathered - 1
-        used = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, numbers.items, BLOCK):
-            item = begin + tl.arange(0, BLOCK)
+        used = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        for begin in range(0, numbers.items, OPTIONS.BLOCK):
+            item = begin + tl.arange(0, OPTIONS.BLOCK)
             inside = item < numbers.items
             is_apart = _is_apart(piece // SIDE, item, inside, tensors, numbers, SIDE)
             field = _field(piece, item, inside, tensors, numbers, SIDE)
@@ -173,25 +170,23 @@ def fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
 @triton.jit
 def find_alone(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Count for two neighbours the items that see one without the other."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
     for half in tl.static_range(2):
         block = 2 * pid + half
-        count = tl.zeros([BLOCK], tl.int32)
-        last = tl.zeros([BLOCK], tl.int32)
-        used = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, numbers.items, BLOCK):
-            item = begin + tl.arange(0, BLOCK)
+        count = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        last = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        used = tl.zeros([OPTIONS.BLOCK], tl.int32)
+        for begin in range(0, numbers.items, OPTIONS.BLOCK):
+            item = begin + tl.arange(0, OPTIONS.BLOCK)
             inside = item < numbers.items
-            mine = _cells(block, item, inside, tensors, numbers, SIDE)
-            other = _cells(_neighbour(block), item, inside, tensors, numbers, SIDE)
+            mine = _cells(block, item, inside, tensors, numbers, OPTIONS.SIDE)
+            other = _cells(_neighbour(block), item, inside, tensors, numbers, OPTIONS.SIDE)
             found = (mine != 0) & (other == 0)
             count += found.to(tl.int32)
             last = tl.maximum(last, tl.where(found, item + 1, 0))
             used |= mine
         tl.store(tensors.alone_ptr + block, tl.sum(count, 0))
         tl.store(tensors.last_ptr + block, tl.max(last, 0))
-        if SIDE == 1:
+        if OPTIONS.SIDE == 1:
             named = tl.where(tl.max(used, 0) > 0, block % numbers.in_list, -1)
             tl.store(tensors.pieces_ptr + block, named)
             tl.store(tensors.lasts_ptr + block, named)
@@ -200,21 +195,19 @@ def find_alone(pid, tensors, numbers, OPTIONS: tl.constexpr):
 @triton.jit
 def compare(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Say whether mostly the same items see two blocks alone that are consecutive in the order."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
-    balance = tl.zeros([BLOCK], tl.int32)
+    balance = tl.zeros([OPTIONS.BLOCK], tl.int32)
     first = tl.load(tensors.order_ptr + 2 * pid)
     second = tl.load(tensors.order_ptr + 2 * pid + 1)
     is_first = tl.where(tl.load(tensors.alone_ptr + first) > numbers.kept, -1, 0)
     is_second = tl.where(tl.load(tensors.alone_ptr + second) > numbers.kept, -1, 0)
-    for begin in range(0, numbers.items, BLOCK):
-        item = begin + tl.arange(0, BLOCK)
+    for begin in range(0, numbers.items, OPTIONS.BLOCK):
+        item = begin + tl.arange(0, OPTIONS.BLOCK)
         inside = item < numbers.items
-        one = _cells(first, item, inside, tensors, numbers, SIDE) & is_first
-        two = _cells(second, item, inside, tensors, numbers, SIDE) & is_second
-        beside = _cells(_neighbour(first), item, inside, tensors, numbers, SIDE)
+        one = _cells(first, item, inside, tensors, numbers, OPTIONS.SIDE) & is_first
+        two = _cells(second, item, inside, tensors, numbers, OPTIONS.SIDE) & is_second
+        beside = _cells(_neighbour(first), item, inside, tensors, numbers, OPTIONS.SIDE)
         one = tl.where(beside == 0, one, 0)
-        beside = _cells(_neighbour(second), item, inside, tensors, numbers, SIDE)
+        beside = _cells(_neighbour(second), item, inside, tensors, numbers, OPTIONS.SIDE)
         two = tl.where(beside == 0, two, 0)
         either = tl.where((one | two) != 0, -1, 0)
         balance += tl.where((one != 0) & (two != 0), 2, either)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import entry
-from .arguments import PairNumbers, PairTensors
+from .arguments import PairNumbers, PairOptions, PairTensors
 from .pair_blocks import (
     compare,
     fill_cells,
@@ -34,13 +34,11 @@ def _weight(owner, first, second, numbers):
 @triton.jit
 def _count(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Count the entries of a chunk of an owner's items, and their weights."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
     owner = pid // numbers.chunks
-    item = pid % numbers.chunks * BLOCK + tl.arange(0, BLOCK)
+    item = pid % numbers.chunks * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)
     inside = item < numbers.items
-    first = walked(owner, 0, item, inside, tensors, numbers, SIDE)
-    second = walked(owner, 1, item, inside, tensors, numbers, SIDE)
+    first = walked(owner, 0, item, inside, tensors, numbers, OPTIONS.SIDE)
+    second = walked(owner, 1, item, inside, tensors, numbers, OPTIONS.SIDE)
     used = ((first | second) != 0).to(tl.int32)
     weight = _weight(owner, first, second, numbers)
     tl.store(tensors.counts_ptr + pid, tl.sum(used, 0).to(tl.int64))
@@ -88,14 +86,12 @@ def _share(ahead, cuts, weights):
 @triton.jit
 def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the entries of a chunk, and the entries at which programs begin."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
     owner = pid // numbers.chunks
     chunk = pid % numbers.chunks
-    item = chunk * BLOCK + tl.arange(0, BLOCK)
+    item = chunk * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)
     inside = item < numbers.items
-    first = walked(owner, 0, item, inside, tensors, numbers, SIDE)
-    second = walked(owner, 1, item, inside, tensors, numbers, SIDE)
+    first = walked(owner, 0, item, inside, tensors, numbers, OPTIONS.SIDE)
+    second = walked(owner, 1, item, inside, tensors, numbers, OPTIONS.SIDE)
     used = (first | second) != 0
     weight = _weight(owner, first, second, numbers)
     start = tl.load(tensors.ends_ptr + pid - 1, mask=pid > 0, other=0)
@@ -117,16 +113,16 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     begins = used & (next_one > mine)
     tl.store(tensors.starts_ptr + program + next_one, place + 1, mask=begins)
     if chunk == 0:
-        for begin in range(0, cuts, BLOCK):
-            cut = begin + tl.arange(0, BLOCK)
+        for begin in range(0, cuts, OPTIONS.BLOCK):
+            cut = begin + tl.arange(0, OPTIONS.BLOCK)
             tl.store(tensors.owner_ptr + program + cut, cut * 0 + owner, mask=cut < cuts)
         if cuts > 0:
             tl.store(tensors.starts_ptr + program, start)
         for half in tl.static_range(2):
             block, moved = owned(owner, half, tensors, numbers)
             base = block // numbers.in_blocks * numbers.in_list
-            for slot in tl.static_range(SIDE):
-                piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
+            for slot in tl.static_range(OPTIONS.SIDE):
+                piece = tl.load(tensors.pieces_ptr + block * OPTIONS.SIDE + slot)
                 if owns(owner, moved, numbers) & (piece >= 0):
                     tl.atomic_add(tensors.made.parts_ptr + base + piece, cuts.to(tl.int64))
     if pid == 0:
@@ -194,7 +190,6 @@ def _measure(pid, tensors, numbers, OPTIONS: tl.constexpr):
 def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the blocks and the items of the program at a place, by parts, heads and rows."""
     SIZE: tl.constexpr = OPTIONS.ENTRIES
-    SIDE: tl.constexpr = OPTIONS.SIDE
     real = tl.load(tensors.made.real_ptr)
     place = pid.to(tl.int64) * 4
     sums = tl.load(tensors.sums_ptr + place + tl.arange(0, 4))
@@ -202,7 +197,7 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
     target = tl.load(tensors.sums_ptr + place - 1, mask=pid > 0, other=0)
     if pid == 0:
         tl.store(tensors.made.begin_ptr, target)
-    named = tensors.made.owners_ptr + pid * (1 + 2 * SIDE)
+    named = tensors.made.owners_ptr + pid * (1 + 2 * OPTIONS.SIDE)
     index = real * 0 - 1
     program = tl.load(tensors.places_ptr + pid)
     owner = tl.load(tensors.owner_ptr + program, mask=program < real, other=0)
@@ -226,9 +221,9 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
     for half in tl.static_range(2):
         block, its_moved = owned(owner, half, tensors, numbers)
         is_there = owns(owner, its_moved, numbers) & (program < real)
-        for slot in tl.static_range(SIDE):
-            piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
-            tl.store(named + 1 + half * SIDE + slot, tl.where(is_there, piece, -1))
+        for slot in tl.static_range(OPTIONS.SIDE):
+            piece = tl.load(tensors.pieces_ptr + block * OPTIONS.SIDE + slot)
+            tl.store(named + 1 + half * OPTIONS.SIDE + slot, tl.where(is_there, piece, -1))
     # all programs together set unused elements to 0
     nothing = tl.zeros([SIZE], tl.int32)
     total = tl.load(tensors.starts_ptr + real)
@@ -240,7 +235,7 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @entry(triton.jit)
-def pair_kernel(tensors: PairTensors, numbers: PairNumbers, OPTIONS: tl.constexpr):
+def pair_kernel(tensors: PairTensors, numbers: PairNumbers, OPTIONS: PairOptions):
     """Run one stage of making ``Pairs``."""
     pid = tl.program_id(0)
     if OPTIONS.STAGE == "apart":

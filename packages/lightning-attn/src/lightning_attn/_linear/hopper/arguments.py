@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._linked.launch.entries import Map
+from ..._linked.launch.entries import Constant, Map
 
 
 class Maps(NamedTuple):
@@ -19,7 +19,7 @@ class Maps(NamedTuple):
 class Tile(NamedTuple):
     """Panels of a program."""
 
-    HALVES: Any  # panels per row of keys
-    WARPGROUPS: Any
-    STAGES: Any
-    TERMS: Any  # numbers of 16 bits per value that is written to the state
+    HALVES: Constant  # panels per row of keys
+    WARPGROUPS: Constant
+    STAGES: Constant
+    TERMS: Constant  # numbers of 16 bits per value that is written to the state

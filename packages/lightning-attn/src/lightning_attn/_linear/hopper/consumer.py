@@ -79,19 +79,18 @@ def _fading(
     OPTIONS: gl.constexpr,
 ):
     """Return the decay of each token's write, and of the old state, until the chunk's end."""
-    REVERSE: gl.constexpr = OPTIONS.REVERSE
     rate = recurrence.rate
     count = chunk.count
     kept = factor(rate, count)
-    ends = pipeline.since if REVERSE else pipeline.until
+    ends = pipeline.since if OPTIONS.REVERSE else pipeline.until
     fading = ends.index(W).load(gl.SliceLayout(0, LEFT))  # [SIDE]
-    if not REVERSE:  # noqa: SIM102  (a constant, then a number)
+    if not OPTIONS.REVERSE:  # noqa: SIM102  (a constant, then a number)
         if count < SIDE:
             to_end = count - 1 - gl.arange(0, SIDE, gl.SliceLayout(0, LEFT))
             fading = factor(rate, gl.maximum(to_end, 0)) * recurrence.scales.write
     if OPTIONS.SEGMENTED and not HAS_OUT:
         # chunks come in the opposite order, so writes decay to the end of the piece at once
-        beyond = chunk.row if REVERSE else recurrence.piece.length - count - chunk.row
+        beyond = chunk.row if OPTIONS.REVERSE else recurrence.piece.length - count - chunk.row
         fading *= factor(rate, beyond)
         kept = 1.0
     return fading, kept
@@ -134,14 +133,13 @@ def _add_scores(
     TILE: gl.constexpr,
 ):
     """Weight scores and out, and start the product of values and scores: ``out``."""
-    REVERSE: gl.constexpr = OPTIONS.REVERSE
     count = chunk.count
     scores = hopper.warpgroup_mma_wait(TILE.HALVES, deps=(reads.scores,))
     pipeline.scores.index(W).store((scores * weights).to(v_t.dtype))
     hopper.fence_async_shared()
-    ends = pipeline.until if REVERSE else pipeline.since
+    ends = pipeline.until if OPTIONS.REVERSE else pipeline.since
     arrival = ends.index(W).load(gl.SliceLayout(0, ACC))  # [SIDE]
-    if REVERSE:  # noqa: SIM102
+    if OPTIONS.REVERSE:  # noqa: SIM102
         if count < SIDE:
             tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))  # [SIDE]
             to_end = gl.maximum(count - 1 - tokens, 0)
@@ -190,43 +188,39 @@ def _send(out_desc, staging, out, piece, row, col, RAGGED: gl.constexpr):
 @gluon.jit
 def consume(W: gl.constexpr, maps, pipeline, recurrence, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Walk with the 64 columns of the state of warpgroup ``W``."""
-    HALVES: gl.constexpr = TILE.HALVES
-    STAGES: gl.constexpr = TILE.STAGES
-    TERMS: gl.constexpr = TILE.TERMS
-    REVERSE: gl.constexpr = OPTIONS.REVERSE
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     HAS_OUT: gl.constexpr = maps.out is not None
     piece = recurrence.piece
     first_col = piece.first_col + W * SIDE
     cols_e = (first_col + gl.arange(0, SIDE, gl.SliceLayout(1, ACC)))[:, None]  # [SIDE, 1]
     rows_d = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))[None, :]  # [1, SIDE]
-    state = _first_state(recurrence, cols_e, rows_d, OPTIONS, HALVES)  # [SIDE, SIDE] each
-    weights = _weights(W, pipeline, recurrence, REVERSE)  # [SIDE, SIDE]
+    state = _first_state(recurrence, cols_e, rows_d, OPTIONS, TILE.HALVES)  # [SIDE, SIDE] each
+    weights = _weights(W, pipeline, recurrence, OPTIONS.REVERSE)  # [SIDE, SIDE]
     for step in range(piece.chunks):
         row = chunk_of(step, piece.chunks, HAS_OUT, OPTIONS) * SIDE
-        stage = step % STAGES
+        stage = step % TILE.STAGES
         chunk = Chunk(row, gl.minimum(SIDE, piece.length - row))
         fading, kept = _fading(W, pipeline, recurrence, chunk, HAS_OUT, OPTIONS)
-        k = _halves(pipeline.key, stage, HALVES)
+        k = _halves(pipeline.key, stage, TILE.HALVES)
         v = pipeline.value.index(stage * TILE.WARPGROUPS + W).reshape([SIDE, SIDE])
-        mbarrier.wait(pipeline.full.index(stage), step // STAGES & 1)
+        mbarrier.wait(pipeline.full.index(stage), step // TILE.STAGES & 1)
         if HAS_OUT:
-            q = _halves(pipeline.read, stage, HALVES)
+            q = _halves(pipeline.read, stage, TILE.HALVES)
             q = Halves(q.low.permute((1, 0)), q.high.permute((1, 0)))
-            reads = _start_reads(state, k, q, HALVES)
+            reads = _start_reads(state, k, q, TILE.HALVES)
         v_t = v.permute((1, 0)).load(LEFT)  # [SIDE of E, SIDE]
-        upper, rest = _terms(v_t, fading, TERMS)
+        upper, rest = _terms(v_t, fading, TILE.TERMS)
         if HAS_OUT:
             out = _add_scores(W, pipeline, recurrence, chunk, reads, weights, v_t, OPTIONS, TILE)
-        written = _start_write(upper, rest, k.low, TERMS)
+        written = _start_write(upper, rest, k.low, TILE.TERMS)
         if HAS_OUT:
-            out = hopper.warpgroup_mma_wait(TERMS, deps=(out,))
-        if HALVES == 2:
-            written_high = _start_write(upper, rest, k.high, TERMS)
+            out = hopper.warpgroup_mma_wait(TILE.TERMS, deps=(out,))
+        if TILE.HALVES == 2:
+            written_high = _start_write(upper, rest, k.high, TILE.TERMS)
         if HAS_OUT:
             _send(maps.out, pipeline.out.index(W), out, piece, row, first_col, OPTIONS.RAGGED)
-        if HALVES == 2:
-            written = hopper.warpgroup_mma_wait(TERMS, deps=(written,))
+        if TILE.HALVES == 2:
+            written = hopper.warpgroup_mma_wait(TILE.TERMS, deps=(written,))
             low = state.low * kept + written
             written_high = hopper.warpgroup_mma_wait(0, deps=(written_high,))
             state = Halves(low, state.high * kept + written_high)
@@ -235,6 +229,6 @@ def consume(W: gl.constexpr, maps, pipeline, recurrence, OPTIONS: gl.constexpr, 
             state = Halves(state.low * kept + written, state.high)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
     if recurrence.last_ptr is not None:
-        _keep_state(recurrence, state, cols_e, rows_d, OPTIONS, HALVES)
+        _keep_state(recurrence, state, cols_e, rows_d, OPTIONS, TILE.HALVES)
     if HAS_OUT:
         tma.store_wait(0)

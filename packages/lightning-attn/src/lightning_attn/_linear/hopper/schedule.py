@@ -58,8 +58,7 @@ def _clear_rows(out, begin, length, first_col, E: gl.constexpr):
 def clear_padding(out, tensors, found, batch, first_col, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Store zeros to the output of rows that belong to no sequence."""
     length = gl.maximum(found.length, 0)
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    for w in gl.static_range(WARPGROUPS):
+    for w in gl.static_range(TILE.WARPGROUPS):
         col = first_col + w * SIDE
         _clear_rows(out, found.begin, length, col, OPTIONS.E)
         if not OPTIONS.SEGMENTED:

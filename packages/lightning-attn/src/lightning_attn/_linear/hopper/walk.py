@@ -9,9 +9,9 @@ from __future__ import annotations
 from ..._linked.hopper.compat import gl, gluon, hopper
 from ..._linked.hopper.pipeline import LOG2E, barriers
 from ..._linked.launch.entries import Foreign, entry
-from ..portable.arguments import Numbers, Tensors
+from ..portable.arguments import Numbers, Options, Tensors
 from ..portable.structures import Output
-from .arguments import Maps
+from .arguments import Maps, Tile
 from .consumer import consume
 from .primitives import LARGEST_RATE, SIDE
 from .producer import produce
@@ -52,14 +52,13 @@ def hopper_walk_kernel(
     out_ptr: Foreign,
     tensors: Tensors,
     numbers: Numbers,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``out_i = read_i S_i``, where ``S_i = exp(-s) S_(i-1) + key_i^T value_i``.
 
     A program walks one piece of tokens, for some columns of the state of one head.
     """
-    RAGGED: gl.constexpr = OPTIONS.RAGGED
     WIDTH: gl.constexpr = SIDE * TILE.WARPGROUPS
     SPLITS: gl.constexpr = (OPTIONS.E + WIDTH - 1) // WIDTH
     lengths, first, last = numbers.lengths, numbers.first, numbers.last
@@ -76,7 +75,7 @@ def hopper_walk_kernel(
     slot = gl.where(is_real, sequence, -1).to(gl.int64)
     if tensors.slots_ptr is not None:
         slot = gl.load(tensors.slots_ptr + sequence, mask=is_real, other=-1).to(gl.int64)
-    if RAGGED and maps.out is not None:  # noqa: SIM102  (constants, then a number)
+    if OPTIONS.RAGGED and maps.out is not None:  # noqa: SIM102  (constants, then a number)
         if slot < 0:
             whole = Output(out_ptr, lengths.heads, head_64)
             clear_padding(whole, tensors, found, lengths.batch, first_col, OPTIONS, TILE)
@@ -97,7 +96,7 @@ def hopper_walk_kernel(
         has_first &= gl.load(tensors.has_first_ptr + sequence, mask=slot >= 0, other=0) != 0
     state_b = slot
     if OPTIONS.SEGMENTED:
-        state_b = sequence.to(gl.int64) if not RAGGED else slot * 0
+        state_b = sequence.to(gl.int64) if not OPTIONS.RAGGED else slot * 0
     if first_ptr is not None:
         first_ptr += state_b * first.batch + found.index.to(gl.int64) * first.token
         first_ptr += head_64 * first.head

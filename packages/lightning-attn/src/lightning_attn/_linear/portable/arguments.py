@@ -6,9 +6,9 @@ depend on strides and compilations on lengths, and would need a look-up per call
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._linked.launch.entries import Foreign, Number
+from ..._linked.launch.entries import Constant, Foreign, Number
 from ..._linked.portable.primitives import Strides
 
 
@@ -98,35 +98,35 @@ class DecayGradientNumbers(NamedTuple):
 class Options(NamedTuple):
     """Constants of calls of one form; each kernel reads some of them."""
 
-    D: Any
-    E: Any
-    REVERSE: Any = False  # from the last token to the first
-    SEGMENTED: Any = True  # pieces are segments; else sequences
-    REPLACE: Any = True  # replace the states that segments wrote by those before them
-    RAGGED: Any = False  # packed sequences
-    SKIP: Any = False  # the state after the last segment is not needed
+    D: Constant
+    E: Constant
+    REVERSE: Constant = False  # from the last token to the first
+    SEGMENTED: Constant = True  # pieces are segments; else sequences
+    REPLACE: Constant = True  # replace the states that segments wrote by those before them
+    RAGGED: Constant = False  # packed sequences
+    SKIP: Constant = False  # the state after the last segment is not needed
 
 
 class WalkTile(NamedTuple):
     """Tile sizes of a program, and how it multiplies."""
 
-    BLOCK_D: Any
-    BLOCK_E: Any
-    CHUNK: Any  # tokens per step
-    ROW_BYTES: Any  # alignment of rows of reads and keys
-    ROW_BYTES_V: Any
-    TERMS: Any  # numbers of 16 bits per value that is written to the state
-    NARROW: Any  # round computed operands to the inputs' dtype
-    PRECISION: Any
-    UPCAST: Any  # the interpreter multiplies in fp32
-    SETTLE: Any  # wait for products before the next step
+    BLOCK_D: Constant
+    BLOCK_E: Constant
+    CHUNK: Constant  # tokens per step
+    ROW_BYTES: Constant  # alignment of rows of reads and keys
+    ROW_BYTES_V: Constant
+    TERMS: Constant  # numbers of 16 bits per value that is written to the state
+    NARROW: Constant  # round computed operands to the inputs' dtype
+    PRECISION: Constant
+    UPCAST: Constant  # the interpreter multiplies in fp32
+    SETTLE: Constant  # wait for products before the next step
 
 
 class StateTile(NamedTuple):
     """The part of a state that a program computes."""
 
-    BLOCK_D: Any
-    BLOCK_E: Any
+    BLOCK_D: Constant
+    BLOCK_E: Constant
 
 
 class DecodeTensors(NamedTuple):
@@ -168,9 +168,9 @@ class DecodeNumbers(NamedTuple):
 class DecodeOptions(NamedTuple):
     """Constants of a decoding step."""
 
-    D: Any
-    E: Any
-    BYTES: Any  # alignment of rows of the cache
-    ALONG: Any  # the dimension of the cache with stride 1: 1 e, 0 d, -1 neither
-    BYTES_OUT: Any  # the same of ``states_out``
-    ALONG_OUT: Any
+    D: Constant
+    E: Constant
+    BYTES: Constant  # alignment of rows of the cache
+    ALONG: Constant  # the dimension of the cache with stride 1: 1 e, 0 d, -1 neither
+    BYTES_OUT: Constant  # the same of ``states_out``
+    ALONG_OUT: Constant

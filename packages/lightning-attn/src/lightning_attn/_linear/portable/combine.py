@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import Foreign, entry
-from .arguments import CombineNumbers, Tensors
+from .arguments import CombineNumbers, Options, StateTile, Tensors
 from .primitives import factor, rate_of, slot_of, state_offsets
 
 # numbers that four warps hold, four per thread; of fewer numbers, several warps hold copies
@@ -18,25 +18,23 @@ def combine_kernel(
     states_ptr: Foreign,
     tensors: Tensors,
     numbers: CombineNumbers,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    OPTIONS: Options,
+    TILE: StateTile,
 ):
     """``S_(j+1) = exp(-s n_j) S_j + written_j``, over the segments j of n_j tokens.
 
     For a tile of the state of one head, a program replaces the states that the segments of one
     sequence wrote by the states before them. Without ``REPLACE`` it only fills ``last``.
     """
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
-    BLOCK_E: tl.constexpr = TILE.BLOCK_E
-    SPLITS_D: tl.constexpr = (OPTIONS.D + BLOCK_D - 1) // BLOCK_D
-    SPLITS_E: tl.constexpr = (OPTIONS.E + BLOCK_E - 1) // BLOCK_E
+    SPLITS_D: tl.constexpr = (OPTIONS.D + TILE.BLOCK_D - 1) // TILE.BLOCK_D
+    SPLITS_E: tl.constexpr = (OPTIONS.E + TILE.BLOCK_E - 1) // TILE.BLOCK_E
     lengths = numbers.lengths
     size = lengths.size
     states, first, last = numbers.states, numbers.first, numbers.last
     pid = tl.program_id(0)
-    cols = pid % SPLITS_E * BLOCK_E + tl.arange(0, BLOCK_E)  # [E]
+    cols = pid % SPLITS_E * TILE.BLOCK_E + tl.arange(0, TILE.BLOCK_E)  # [E]
     pid = pid // SPLITS_E
-    rows = pid % SPLITS_D * BLOCK_D + tl.arange(0, BLOCK_D)  # [D]
+    rows = pid % SPLITS_D * TILE.BLOCK_D + tl.arange(0, TILE.BLOCK_D)  # [D]
     pid = pid // SPLITS_D
     head = pid % lengths.heads
     sequence = pid // lengths.heads
@@ -56,7 +54,7 @@ def combine_kernel(
     base = states_ptr + place + head_64 * states.head
     base = base + state_offsets(rows, cols, states)  # [D, E]
 
-    state = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)  # [D, E]
+    state = tl.zeros([TILE.BLOCK_D, TILE.BLOCK_E], tl.float32)  # [D, E]
     if tensors.first_ptr is not None:
         is_there = inside
         if tensors.has_first_ptr is not None:
@@ -73,7 +71,7 @@ def combine_kernel(
         pointers = base + segment.to(tl.int64) * states.token
         written = tl.load(pointers, mask=inside, other=0.0)
         if OPTIONS.REPLACE:
-            if BLOCK_D * BLOCK_E < SHARED:
+            if TILE.BLOCK_D * TILE.BLOCK_E < SHARED:
                 # several warps hold copies of a number: all must read it before one overwrites it
                 tl.debug_barrier()
             tl.store(pointers, state, mask=inside)

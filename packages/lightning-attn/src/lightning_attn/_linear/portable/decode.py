@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import pointer_to
-from .arguments import DecodeNumbers, DecodeTensors
+from .arguments import DecodeNumbers, DecodeOptions, DecodeTensors, StateTile
 from .primitives import factor, rate_of
 
 
@@ -39,16 +39,15 @@ def _state_pointers(base, strides, rows, cols, BYTES: tl.constexpr, ALONG: tl.co
 
 @entry(triton.jit)
 def decode_kernel(
-    tensors: DecodeTensors, numbers: DecodeNumbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
+    tensors: DecodeTensors, numbers: DecodeNumbers, OPTIONS: DecodeOptions, TILE: StateTile
 ):
     """``S = exp(-s) S + k^T v``, then ``out = scale q S``, token by token.
 
     A program updates some columns of the state of one head of one sequence.
     """
-    BLOCK_E: tl.constexpr = TILE.BLOCK_E
-    SPLITS: tl.constexpr = (OPTIONS.E + BLOCK_E - 1) // BLOCK_E
+    SPLITS: tl.constexpr = (OPTIONS.E + TILE.BLOCK_E - 1) // TILE.BLOCK_E
     pid = tl.program_id(0)
-    cols = pid % SPLITS * BLOCK_E + tl.arange(0, BLOCK_E)  # [E]
+    cols = pid % SPLITS * TILE.BLOCK_E + tl.arange(0, TILE.BLOCK_E)  # [E]
     head = (pid // SPLITS % numbers.heads).to(tl.int64)
     row = (pid // SPLITS // numbers.heads).to(tl.int64)
     rows = tl.arange(0, TILE.BLOCK_D)  # [D]
@@ -61,7 +60,7 @@ def decode_kernel(
     if slot < 0:
         for t in tl.range(0, numbers.tokens):
             out_ptrs = out_base + (tl.zeros([], tl.int64) + t) * numbers.out.token
-            tl.store(out_ptrs, tl.zeros([BLOCK_E], dtype), mask=inside_e)
+            tl.store(out_ptrs, tl.zeros([TILE.BLOCK_E], dtype), mask=inside_e)
         return
     cache, after = numbers.state_cache, numbers.states_out
     base = tensors.state_cache_ptr + slot * cache.batch + head * cache.head

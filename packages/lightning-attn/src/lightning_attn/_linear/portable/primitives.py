@@ -146,12 +146,10 @@ def slot_of(slots_ptr, sequence, batch):
 @triton.jit
 def clear_rows(out, begin, length, cols, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Store zeros to rows of one head of an output of ``WIDTH`` columns."""
-    CHUNK: tl.constexpr = TILE.CHUNK
-    BLOCK_E: tl.constexpr = TILE.BLOCK_E
-    index = tl.arange(0, CHUNK)  # [C]
-    for done in range(0, length, CHUNK):
+    index = tl.arange(0, TILE.CHUNK)  # [C]
+    for done in range(0, length, TILE.CHUNK):
         rows = (begin + done + index).to(tl.int64)
         pointers = out.ptr + ((rows * out.heads + out.head) * WIDTH)[:, None] + cols[None, :]
         mask = (done + index < length)[:, None] & (cols < WIDTH)[None, :]
-        zeros = tl.zeros([CHUNK, BLOCK_E], out.ptr.dtype.element_ty)  # [C, E]
+        zeros = tl.zeros([TILE.CHUNK, TILE.BLOCK_E], out.ptr.dtype.element_ty)  # [C, E]
         tl.store(pointers, zeros, mask=mask)

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import dot, pointer_to, settle
-from .arguments import Numbers, Rows, RowStrides, Tensors
+from .arguments import Numbers, Options, Rows, RowStrides, Tensors, WalkTile
 from .primitives import clear_rows, dot_add, dot_apart, factor, load_rows, locate, rate_of, slot_of
 from .structures import Output
 
@@ -77,11 +77,10 @@ def _weights(rate, index, scales, REVERSE: tl.constexpr):
 @triton.jit
 def _read(state, k, v_t, q, arrival, weights, TILE: tl.constexpr):
     """Return the reads of a chunk's tokens, from the state and from each other, [E, C]."""
-    PRECISION: tl.constexpr = TILE.PRECISION
     q_t = tl.trans(q)  # [D, C]
     zeros = tl.zeros([state.shape[0], q.shape[0]], tl.float32)  # [E, C]
     out = dot_add(zeros, state, q_t, q_t.dtype, TILE) * arrival[None, :]
-    scores = dot(k, q_t, PRECISION, TILE.UPCAST) * weights  # [C, C]
+    scores = dot(k, q_t, TILE.PRECISION, TILE.UPCAST) * weights  # [C, C]
     return dot_add(out, v_t, scores, v_t.dtype, TILE)
 
 
@@ -103,34 +102,27 @@ def walk_kernel(
     tensors: Tensors,
     numbers: Numbers,
     strides: RowStrides,
-    OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
+    OPTIONS: Options,
+    TILE: WalkTile,
 ):
     """``out_i = read_i S_i``, where ``S_i = exp(-s) S_(i-1) + key_i^T value_i``.
 
     A program walks the chunks of one piece of tokens, for some columns of the state of one head.
     """
-    D: tl.constexpr = OPTIONS.D
-    E: tl.constexpr = OPTIONS.E
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
-    BLOCK_E: tl.constexpr = TILE.BLOCK_E
-    CHUNK: tl.constexpr = TILE.CHUNK
-    ROW_BYTES: tl.constexpr = TILE.ROW_BYTES
-    ROW_BYTES_V: tl.constexpr = TILE.ROW_BYTES_V
-    SPLITS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    SPLITS: tl.constexpr = (OPTIONS.E + TILE.BLOCK_E - 1) // TILE.BLOCK_E
     lengths, scales = numbers.lengths, numbers.scales
     key, value, read = strides.key, strides.value, strides.read
     pid = tl.program_id(0)
-    first_col = pid % SPLITS * BLOCK_E
+    first_col = pid % SPLITS * TILE.BLOCK_E
     head = pid // SPLITS % lengths.heads
     piece = pid // SPLITS // lengths.heads
     found = locate(tensors.cu_seqlens_ptr, piece, lengths, OPTIONS.SEGMENTED)
     length = found.length
     if OPTIONS.SEGMENTED and length <= 0:
         return
-    index = tl.arange(0, CHUNK)  # [C]
-    rows_d = tl.arange(0, BLOCK_D)  # [D]
-    cols = first_col + tl.arange(0, BLOCK_E)  # [E]
+    index = tl.arange(0, TILE.CHUNK)  # [C]
+    rows_d = tl.arange(0, TILE.BLOCK_D)  # [D]
+    cols = first_col + tl.arange(0, TILE.BLOCK_E)  # [E]
     sequence_64 = found.sequence.to(tl.int64)
     head_64 = head.to(tl.int64)
     out_begin = found.begin.to(tl.int64)
@@ -149,14 +141,14 @@ def walk_kernel(
     else:
         owner = slot
 
-    inside_state = (cols < E)[:, None] & (rows_d < D)[None, :]  # [E, D]
-    state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # [E, D]
+    inside_state = (cols < OPTIONS.E)[:, None] & (rows_d < OPTIONS.D)[None, :]  # [E, D]
+    state = tl.zeros([TILE.BLOCK_E, TILE.BLOCK_D], tl.float32)  # [E, D]
     if tensors.first_ptr is not None:
         first_ptrs = _state_pointers(
             tensors.first_ptr, numbers.first, owner, found.index, head_64, rows_d, cols
         )
         state = _first_state(
-            first_ptrs, tensors.has_first_ptr, found.sequence, rows_d, inside_state, D
+            first_ptrs, tensors.has_first_ptr, found.sequence, rows_d, inside_state, OPTIONS.D
         )
 
     origin = found.begin.to(tl.int64)
@@ -165,32 +157,38 @@ def walk_kernel(
     if rows.out_ptr is not None:
         q_base = pointer_to(rows.read_ptr, read, sequence_64, origin, head_64)
         # out is contiguous: [tokens, heads, E]
-        out_base = rows.out_ptr + (out_begin * lengths.heads + head) * E
-        stride_out = lengths.heads * E
+        out_base = rows.out_ptr + (out_begin * lengths.heads + head) * OPTIONS.E
+        stride_out = lengths.heads * OPTIONS.E
 
     rate = rate_of(tensors.decay_ptr, head)
     weights = _weights(rate, index, scales, OPTIONS.REVERSE)  # [C, C]
-    last_chunk = tl.maximum(length - 1, 0) // CHUNK * CHUNK
-    for walked in tl.range(0, length, CHUNK):
+    last_chunk = tl.maximum(length - 1, 0) // TILE.CHUNK * TILE.CHUNK
+    for walked in tl.range(0, length, TILE.CHUNK):
         done = walked
         if OPTIONS.REVERSE:
             done = last_chunk - walked
         tokens = done + index
         inside = tokens < length
-        count = tl.minimum(CHUNK, length - done)
-        k = load_rows(k_base, tokens, key.token, inside, rows_d, D, ROW_BYTES)  # [C, D]
-        v = load_rows(v_base, tokens, value.token, inside, cols, E, ROW_BYTES_V)  # [C, E]
+        count = tl.minimum(TILE.CHUNK, length - done)
+        k = load_rows(
+            k_base, tokens, key.token, inside, rows_d, OPTIONS.D, TILE.ROW_BYTES
+        )  # [C, D]
+        v = load_rows(
+            v_base, tokens, value.token, inside, cols, OPTIONS.E, TILE.ROW_BYTES_V
+        )  # [C, E]
         v_t = tl.trans(v)  # [E, C]
         # tokens from each token to the end of the chunk, and from its beginning
         until = tl.maximum(count - 1 - index, 0)  # [C]
         since = index + 1  # [C]
         if rows.out_ptr is not None:
-            q = load_rows(q_base, tokens, read.token, inside, rows_d, D, ROW_BYTES)  # [C, D]
+            q = load_rows(
+                q_base, tokens, read.token, inside, rows_d, OPTIONS.D, TILE.ROW_BYTES
+            )  # [C, D]
             arrival = factor(rate, until if OPTIONS.REVERSE else since) * scales.read  # [C]
             out = _read(state, k, v_t, q, arrival, weights, TILE)  # [E, C]
             begins = out_base + tokens.to(tl.int64)[None, :] * stride_out
-            begins = tl.multiple_of(begins, [ROW_BYTES_V, ROW_BYTES_V])
-            mask = inside[None, :] & (cols < E)[:, None]
+            begins = tl.multiple_of(begins, [TILE.ROW_BYTES_V, TILE.ROW_BYTES_V])
+            mask = inside[None, :] & (cols < OPTIONS.E)[:, None]
             tl.store(begins + cols[:, None], out.to(rows.out_ptr.dtype.element_ty), mask=mask)
         fading = factor(rate, since if OPTIONS.REVERSE else until) * scales.write  # [C]
         written = _written(v_t, k, fading, TILE)  # [E, D]

@@ -16,7 +16,7 @@ from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.order import let_next_launch_begin, take_number
 from ...._linked.hopper.pipeline import EMPTY, LOG2E, TURN, barrier_sync, barriers
 from ...._linked.launch.entries import entry
-from ..arguments import BackwardNumbers, BackwardTensors
+from ..arguments import BackwardNumbers, BackwardOptions, BackwardTensors
 from ..queries.schedule import floor_div
 from ..structures import BackwardPipeline, Gradients, Mine, Origin, Work
 from .lists import OTHERS, count_turns, find_keys, find_program, owned_by
@@ -38,19 +38,17 @@ from .steps import (
 @gluon.jit
 def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Return gradients that are 0, and the scores of the first step."""
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
-    dv = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
+    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
+    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
+    dk = gl.zeros([ROWS, OPTIONS.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
+    dv = gl.zeros([ROWS, OPTIONS.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
     s = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]: keys, queries
     turn = gl.where(both > 0, 0, W)
     mbarrier.wait(pipeline.k_full, 0, pred=is_walked)
     mbarrier.wait(pipeline.q_full.index(turn), 0, pred=is_walked)
-    k = pipeline.k_s.index(W).reshape([ROWS, HEAD_DIM])
-    q_t = pipeline.q_s.index(turn).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+    k = pipeline.k_s.index(W).reshape([ROWS, OPTIONS.HEAD_DIM])
+    q_t = pipeline.q_s.index(turn).reshape([ROWS, OPTIONS.HEAD_DIM]).permute((1, 0))
     s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.wait(pipeline.v_full, 0, pred=is_walked)
@@ -63,14 +61,13 @@ def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
 def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
     """Make dk and dv of warpgroup ``W``'s block of keys, and its contributions to dq."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
-    PIECE: gl.constexpr = OPTIONS.PIECE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     steps = work.steps
     # positions in the block, or with pieces in the sequence
     positions = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
-    if PIECE < ROWS:
-        owned_ptr = work.owned_ptr + W * (ROWS // PIECE)
-        positions = key_positions(owned_ptr, gl.SliceLayout(1, S), PIECE)
+    if OPTIONS.PIECE < ROWS:
+        owned_ptr = work.owned_ptr + W * (ROWS // OPTIONS.PIECE)
+        positions = key_positions(owned_ptr, gl.SliceLayout(1, S), OPTIONS.PIECE)
     is_walked = steps.whole + steps.partial + steps.alone > 0
     both, total = count_turns(steps, steps.alone, OPTIONS)
     mine = Mine(positions, numbers.scale * LOG2E, tensors.dq_ptr, both, total)
@@ -136,24 +133,22 @@ def _find_origin(program, tensors, numbers, OPTIONS: gl.constexpr):
 @gluon.jit
 def _allocate(tensors, OPTIONS: gl.constexpr):
     """Allocate a program's shared memory and its barriers."""
-    PIECE: gl.constexpr = OPTIONS.PIECE
-    STAGES: gl.constexpr = OPTIONS.STAGES
     dtype: gl.constexpr = tensors.q_desc.dtype
-    q_s = tiles(STAGES, tensors.q_desc, PIECE, OPTIONS.HEAD_DIM)
-    dout_s = tiles(STAGES, tensors.dout_desc, PIECE, OPTIONS.HEAD_DIM_V)
-    k_s = tiles(2, tensors.k_desc, PIECE, OPTIONS.HEAD_DIM)
-    v_s = tiles(2, tensors.v_desc, PIECE, OPTIONS.HEAD_DIM_V)
+    q_s = tiles(OPTIONS.STAGES, tensors.q_desc, OPTIONS.PIECE, OPTIONS.HEAD_DIM)
+    dout_s = tiles(OPTIONS.STAGES, tensors.dout_desc, OPTIONS.PIECE, OPTIONS.HEAD_DIM_V)
+    k_s = tiles(2, tensors.k_desc, OPTIONS.PIECE, OPTIONS.HEAD_DIM)
+    v_s = tiles(2, tensors.v_desc, OPTIONS.PIECE, OPTIONS.HEAD_DIM_V)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], tile)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
-    fields_s = gl.allocate_shared_memory(gl.int32, [STAGES, STEP_FIELDS], plain)
+    lse2_s = gl.allocate_shared_memory(gl.float32, [OPTIONS.STAGES, ROWS], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [OPTIONS.STAGES, ROWS], plain)
+    fields_s = gl.allocate_shared_memory(gl.int32, [OPTIONS.STAGES, STEP_FIELDS], plain)
     # each of these two counts the copy and the row numbers' arrival. Making barriers synchronises
     # all warps, which is needed: Triton passes captured values to the partitions through the shared
     # memory of reductions, and a fast warp could overwrite what a slow one has yet to read
-    q_full = barriers(STAGES, 2)
-    dout_full = barriers(STAGES, 2)
+    q_full = barriers(OPTIONS.STAGES, 2)
+    dout_full = barriers(OPTIONS.STAGES, 2)
     k_full = barriers(1, 1).index(0)
     v_full = barriers(1, 1).index(0)
     dq_added = barriers(1, 2).index(0)
@@ -177,7 +172,7 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
 
 @entry(gluon.jit)
 def hopper_backward_kernel(
-    tensors: BackwardTensors, numbers: BackwardNumbers, OPTIONS: gl.constexpr
+    tensors: BackwardTensors, numbers: BackwardNumbers, OPTIONS: BackwardOptions
 ):
     """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
 

@@ -170,7 +170,6 @@ def find_item(turn, total, work, tensors, OPTIONS: gl.constexpr):
 @gluon.jit
 def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
     """Return a program's two blocks of keys, and the four parts of its list."""
-    PIECE: gl.constexpr = OPTIONS.PIECE
     len_k = program.len_k
     place = program.index * 4
     whole_at, whole = find_items(place, program, tensors, numbers)
@@ -178,18 +177,18 @@ def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
     alone_0_at, alone_0 = find_items(place + 2, program, tensors, numbers)
     alone_1_at, alone_1 = find_items(place + 3, program, tensors, numbers)
     owner = program.head_k * numbers.list_pieces if OPTIONS.PER_HEAD else program.head_k * 0
-    owned_ptr = owned_by(program, tensors, PIECE)
-    other_ptr = owned_ptr + ROWS // PIECE
+    owned_ptr = owned_by(program, tensors, OPTIONS.PIECE)
+    other_ptr = owned_ptr + ROWS // OPTIONS.PIECE
     parts_ptr = tensors.parts_ptr + owner
-    block_0, mine_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, alone_0, PIECE)
-    block_1, mine_1, alone_1 = find_block(other_ptr, parts_ptr, len_k, alone_1, PIECE)
+    block_0, mine_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, alone_0, OPTIONS.PIECE)
+    block_1, mine_1, alone_1 = find_block(other_ptr, parts_ptr, len_k, alone_1, OPTIONS.PIECE)
     # without keys in the sequence there is nothing to walk: the rows may be fully masked
     is_there = gl.minimum(block_0, block_1) < NO_BLOCK
     whole = gl.where(is_there, whole, 0)
     partial = gl.where(is_there, partial, 0)
     if not OPTIONS.IS_CAUSAL:
         # there is no diagonal: the loop with a mask hides keys after the sequence's end
-        is_cut = ((gl.maximum(block_0, block_1) + 1) * PIECE > len_k) & (whole > 0)
+        is_cut = ((gl.maximum(block_0, block_1) + 1) * OPTIONS.PIECE > len_k) & (whole > 0)
         end = gl.where(partial > 0, partial_at + partial, whole_at + whole)
         partial = gl.where(is_cut, end - whole_at, partial)
         partial_at = gl.where(is_cut, whole_at, partial_at)
@@ -199,16 +198,16 @@ def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
     seen_1 = gl.where(whole + partial + alone_1 > 0, block_1, NO_BLOCK)
     seen = -1
     kept = -1
-    if PIECE < ROWS:
+    if OPTIONS.PIECE < ROWS:
         if not OPTIONS.IS_CAUSAL:
-            kept = find_kept(owned_ptr, len_k, PIECE)
+            kept = find_kept(owned_ptr, len_k, OPTIONS.PIECE)
         start = gl.maximum(program.diagonal, 0)
         end = program.diagonal + program.len_q
         if (start > 0) | (end < numbers.rows * ROWS):
-            seen = find_seen(whole_at, whole, start, end, tensors, PIECE)
-            seen |= find_seen(partial_at, partial, start, end, tensors, PIECE)
-            seen |= find_seen(alone_0_at, alone_0, start, end, tensors, PIECE)
-            seen |= find_seen(alone_1_at, alone_1, start, end, tensors, PIECE)
+            seen = find_seen(whole_at, whole, start, end, tensors, OPTIONS.PIECE)
+            seen |= find_seen(partial_at, partial, start, end, tensors, OPTIONS.PIECE)
+            seen |= find_seen(alone_0_at, alone_0, start, end, tensors, OPTIONS.PIECE)
+            seen |= find_seen(alone_1_at, alone_1, start, end, tensors, OPTIONS.PIECE)
     alone = gl.maximum(alone_0, alone_1)
     steps = Steps(
         whole_at, whole, partial_at, partial, alone, alone_0_at, alone_0, alone_1_at, alone_1

@@ -82,22 +82,20 @@ def _counter_of(piece, program, tensors, numbers, PIECE: gl.constexpr):
 @gluon.jit
 def await_pieces(W: gl.constexpr, program, tensors, numbers, OPTIONS: gl.constexpr):
     """Wait until a warpgroup may add to its pieces; without ``MAKES_DQ`` only."""
-    PIECE: gl.constexpr = OPTIONS.PIECE
     if not OPTIONS.MAKES_DQ:
-        for i in gl.static_range(ROWS // PIECE):
-            piece, is_there = _piece_at(i, W, program, tensors, PIECE)
+        for i in gl.static_range(ROWS // OPTIONS.PIECE):
+            piece, is_there = _piece_at(i, W, program, tensors, OPTIONS.PIECE)
             if is_there:
-                turn = turn_of(piece, W, program, tensors, PIECE)
-                await_turn(_counter_of(piece, program, tensors, numbers, PIECE), turn, 4)
+                turn = turn_of(piece, W, program, tensors, OPTIONS.PIECE)
+                await_turn(_counter_of(piece, program, tensors, numbers, OPTIONS.PIECE), turn, 4)
 
 
 @gluon.jit
 def pass_pieces(W: gl.constexpr, program, tensors, numbers, OPTIONS: gl.constexpr):
     """Signal that a warpgroup has added to its pieces."""
-    PIECE: gl.constexpr = OPTIONS.PIECE
     if not OPTIONS.MAKES_DQ:
-        for i in gl.static_range(ROWS // PIECE):
-            piece, is_there = _piece_at(i, W, program, tensors, PIECE)
+        for i in gl.static_range(ROWS // OPTIONS.PIECE):
+            piece, is_there = _piece_at(i, W, program, tensors, OPTIONS.PIECE)
             if is_there:
-                counter = _counter_of(piece, program, tensors, numbers, PIECE)
+                counter = _counter_of(piece, program, tensors, numbers, OPTIONS.PIECE)
                 end_turn(counter, TURN + 1 + W, 4)

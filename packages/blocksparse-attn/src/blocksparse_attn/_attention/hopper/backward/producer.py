@@ -66,7 +66,6 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
     """
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     PIECE: gl.constexpr = OPTIONS.PIECE
-    STAGES: gl.constexpr = OPTIONS.STAGES
     program, keys = work.program, work.keys
     field = gl.arange(0, STEP_FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [STEP_FIELDS]
     # computed again: with ``steps.alone`` ptxas spills more
@@ -84,9 +83,9 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
         fields = _describe(field, item, head, work, OPTIONS)
         # pieces of keys after the sequence's end do not count as seen
         item = Item(item.block, item.head, item.is_there, item.bits & keys.kept)
-        stage = turn % STAGES
-        if turn >= STAGES:
-            _wait_for_room(EMPTY + stage, turn - STAGES < both)
+        stage = turn % OPTIONS.STAGES
+        if turn >= OPTIONS.STAGES:
+            _wait_for_room(EMPTY + stage, turn - OPTIONS.STAGES < both)
         full, q_s = pipeline.q_full.index(stage), pipeline.q_s
         copy_queries(tensors.q_desc, q_s, full, stage, item, head, program, RAGGED, PIECE)
         pipeline.lse2_s.index(stage).store(lse2)
@@ -101,10 +100,10 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
         item = coming
         lse2, delta = _numbers(item, first_head, program, work.origin, tensors)
     # no warpgroup may be left waiting at a barrier
-    for back in gl.static_range(STAGES):
+    for back in gl.static_range(OPTIONS.STAGES):
         last = total - 1 - back
         if last >= 0:
-            _wait_for_room(EMPTY + last % STAGES, last < both)
+            _wait_for_room(EMPTY + last % OPTIONS.STAGES, last < both)
     if OPTIONS.MAKES_DQ:
         mbarrier.wait(pipeline.dq_added, 0)
         head = program.sequence * numbers.heads_k + program.head_k

@@ -93,11 +93,10 @@ def _start_step(
     s, dv, v, turn, mine, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
     """Begin a step's products of dp and dv, and compute its probabilities in between."""
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = s.type.layout
     V: gl.constexpr = dv.type.layout
     stage = turn % OPTIONS.STAGES
-    dout = pipeline.dout_s.index(stage).reshape([ROWS, HEAD_DIM_V])
+    dout = pipeline.dout_s.index(stage).reshape([ROWS, OPTIONS.HEAD_DIM_V])
     mbarrier.wait(pipeline.dout_full.index(stage), turn // OPTIONS.STAGES & 1)
     delta = pipeline.delta_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
@@ -122,8 +121,6 @@ def walk(
     blocks of its own. Without ``MAKES_DQ`` the warpgroups do not exchange anything.
     """
     STAGES: gl.constexpr = OPTIONS.STAGES
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     dk, dv, s, last, turn = gradients
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
@@ -132,10 +129,10 @@ def walk(
     for _step in range(steps):
         # a 0 that the compiler does not know: loop-invariant addresses would occupy registers
         none = turn >> 30
-        k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        k = pipeline.k_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM_V])
         stage = turn % STAGES
-        q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
+        q = pipeline.q_s.index(stage).reshape([ROWS, OPTIONS.HEAD_DIM])
         p, dp, dv, fields = _start_step(s, dv, v, turn, mine, W, MASKED, pipeline, OPTIONS)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = p * dp  # [ROWS, ROWS]
@@ -148,7 +145,7 @@ def walk(
             pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
             hopper.fence_async_shared()
             # the product of the previous step; the first step's product is not used
-            dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, none, W, HEAD_DIM)
+            dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, none, W, OPTIONS.HEAD_DIM)
             dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
         ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
         dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
@@ -163,11 +160,11 @@ def walk(
         mbarrier.wait(
             pipeline.q_full.index(stage_n), following // STAGES & 1, pred=following < mine.total
         )
-        q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+        q_t = pipeline.q_s.index(stage_n).reshape([ROWS, OPTIONS.HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
         if OPTIONS.MAKES_DQ:
             dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-            add_dq(mine.dq_ptr, last, dq, W, HEAD_DIM)
+            add_dq(mine.dq_ptr, last, dq, W, OPTIONS.HEAD_DIM)
             last = pick(fields, SUMS)
         # products in flight over the loop's back edge would keep ptxas from any overlap
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
@@ -184,9 +181,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
     The warpgroups' blocks alternate. The warpgroup makes all of dq, in two halves of the columns.
     """
     STAGES: gl.constexpr = OPTIONS.STAGES
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
-    WIDTH: gl.constexpr = HEAD_DIM // 2
+    WIDTH: gl.constexpr = OPTIONS.HEAD_DIM // 2
     dk, dv, s, _, turn = gradients
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
@@ -200,10 +195,10 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
         barrier_sync(TURN, 256, 4)
     for step in range(steps):
         none = turn >> 30
-        k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        k = pipeline.k_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM_V])
         stage = turn % STAGES
-        q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
+        q = pipeline.q_s.index(stage).reshape([ROWS, OPTIONS.HEAD_DIM])
         p, dp, dv, fields = _start_step(s, dv, v, turn, mine, W, True, pipeline, OPTIONS)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = gl.where(p == 0.0, 0.0, p * dp).to(dtype)  # [ROWS, ROWS]
@@ -220,7 +215,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
         dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
         if OPTIONS.MAKES_DQ:
             number = pick(fields, SUMS)
-            address = mine.dq_ptr + number.to(gl.int64) * (ROWS * HEAD_DIM)
+            address = mine.dq_ptr + number.to(gl.int64) * (ROWS * OPTIONS.HEAD_DIM)
             dq = hopper.warpgroup_mma_wait(1, deps=(dq,))  # [ROWS, WIDTH]
             if number >= 0:
                 add_to_memory(address, dq)
@@ -231,7 +226,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
         # after the last step, these are scores of stale memory, which are never read
         stage_n = turn % STAGES
         mbarrier.wait(pipeline.q_full.index(stage_n), turn // STAGES & 1, pred=turn < mine.total)
-        q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+        q_t = pipeline.q_s.index(stage_n).reshape([ROWS, OPTIONS.HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
         if OPTIONS.MAKES_DQ:
             more = hopper.warpgroup_mma_wait(1, deps=(more,))

@@ -19,11 +19,10 @@ from .schedule import steps_of
 @gluon.jit
 def _finish(softmax, head, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Multiply the last step's values; return the unnormalised output, its factor and the LSE."""
-    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     o, m, l, p, turn = softmax
     mbarrier.arrive(pipeline.q_empty.index(W), count=1)
-    stage_v = (turn - 1) % STAGES_V
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
+    stage_v = (turn - 1) % OPTIONS.STAGES_V
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // OPTIONS.STAGES_V & 1)
     v = pipeline.v_s.index(stage_v)
     o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
     weight, empty, lse = finish_softmax(m, l, head, False, None)
@@ -38,10 +37,9 @@ def _write(
 ):
     """Scale the output of a block of queries, and start the stores of the output and the LSE."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
-    ROWS: gl.constexpr = OPTIONS.ROWS
     O: gl.constexpr = o.type.layout
     row, head, sequence, q_start, len_q = place
-    rows = row + gl.arange(0, ROWS, lse.type.layout)  # [ROWS]
+    rows = row + gl.arange(0, OPTIONS.ROWS, lse.type.layout)  # [ROWS]
     if RAGGED:
         lse_at = head.to(gl.int64) * numbers.tokens_q + q_start
     else:

@@ -19,14 +19,11 @@ from .schedule import steps_of
 def _begin(entries, rows, turn, tile_count, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Return the softmax of the first step, during which no other product runs."""
     KEYS: gl.constexpr = entries.items.shape[0] * OPTIONS.BLOCK_K
-    ROWS: gl.constexpr = OPTIONS.ROWS
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
+    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     stage = turn % OPTIONS.STAGES_K
-    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
+    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
     mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
     mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
@@ -38,7 +35,7 @@ def _begin(entries, rows, turn, tile_count, W: gl.constexpr, pipeline, OPTIONS: 
     s = hide(s, entries, rows, OPTIONS)
     m, l, e = start_softmax(s, rows.factor, NEG_INF)
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
-    o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
+    o = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
     return Softmax(o, m, l, p, turn + 1)
 
 
@@ -51,25 +48,20 @@ def _fold(
     Without a mask the step is a whole one, and ``entries`` is not used.
     """
     KEYS: gl.constexpr = entries.items.shape[0] * OPTIONS.BLOCK_K if MASKED else OPTIONS.BLOCK_N
-    ROWS: gl.constexpr = OPTIONS.ROWS
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
-    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
-    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
     o, m, l, p, turn = softmax
     # the layout of rows depends on the step's width, but the same threads hold them
     m = gl.convert_layout(m, gl.SliceLayout(1, S))  # [ROWS]
-    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
-    stage = turn % STAGES_K
-    stage_v = (turn - 1) % STAGES_V
-    mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
+    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
+    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    stage = turn % OPTIONS.STAGES_K
+    stage_v = (turn - 1) % OPTIONS.STAGES_V
+    mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
     k_t = rows_for(pipeline.k_s.index(stage), W, KEYS).permute((1, 0))
     s = hopper.warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)  # [ROWS, KEYS]
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // OPTIONS.STAGES_V & 1)
     v = rows_for(pipeline.v_s.index(stage_v), W, p.shape[1])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
     barrier_arrive(TURN + (W + 1) % 2, 256, 4)
@@ -91,7 +83,7 @@ def _fold(
     l = gl.convert_layout(l, L) * alpha_l[:, None] + sums
     m = m_new
     o = hopper.warpgroup_mma_wait(0, deps=(o,))
-    barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
+    barrier_arrive(EMPTY + OPTIONS.STAGES_K + stage_v, PARTIES, 4)
     o = shrink(o, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None])
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
     return Softmax(o, m, l, p, turn + 1)

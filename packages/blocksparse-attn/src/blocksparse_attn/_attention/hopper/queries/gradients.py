@@ -55,32 +55,27 @@ def _walk(
     The exponentials overlap with the product of dp. The other arithmetic overlaps with products of
     the other warpgroup: it takes less than a third of a step's time in the tensor cores.
     """
-    ROWS: gl.constexpr = OPTIONS.ROWS
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
-    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
-    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     KEYS: gl.constexpr = OPTIONS.BLOCK_N // 2 if IS_HALF else OPTIONS.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
     walk, rows = task.walk, task.rows
     dq, lse2, delta, turn = gradients
     # half steps have another layout of rows, but the same threads hold them
     lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, S))  # [ROWS]
     delta = gl.convert_layout(delta, gl.SliceLayout(1, S))
-    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
-    dout = pipeline.dout_s.index(W).reshape([ROWS, HEAD_DIM_V])
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
+    dout = pipeline.dout_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM_V])
+    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     for back in range(high - low):
-        stage, stage_v = turn % STAGES_K, turn % STAGES_V
+        stage, stage_v = turn % OPTIONS.STAGES_K, turn % OPTIONS.STAGES_V
         if IS_HALF:
             entries = half_entries_of(walk, back, W, tensors, OPTIONS)
         elif MASKED:
             entries = entries_of(walk, high - 1 - back, tensors, OPTIONS)
-        mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
+        mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)
         k = rows_for(pipeline.k_s.index(stage), W, KEYS)
         s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)
+        mbarrier.wait(pipeline.v_full.index(stage_v), turn // OPTIONS.STAGES_V & 1)
         v_t = rows_for(pipeline.v_s.index(stage_v), W, KEYS).permute((1, 0))
         if MASKED:
             # before dp begins: there are not enough registers for its accumulators and the mask
@@ -91,7 +86,7 @@ def _walk(
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * rows.factor - lse2[:, None])  # [ROWS, KEYS]
         dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
+        barrier_arrive(EMPTY + OPTIONS.STAGES_K + stage_v, PARTIES, 4)
         ds = p * (dp - delta[:, None])  # [ROWS, KEYS]
         if MASKED:
             # a key that a query does not see may hold NaN
@@ -110,15 +105,12 @@ def make_dq(
     task, turn, tile_count, W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
     """Write dq of warpgroup ``W``'s rows of a tile; return the next turn."""
-    ROWS: gl.constexpr = OPTIONS.ROWS
-    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
     walk, place = task.walk, task.place
     steps = steps_of(walk, OPTIONS)
     lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, OPTIONS)
-    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
+    dq = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
     gradients = RowGradients(dq, lse2, delta, turn)
     mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
     given = tensors, pipeline

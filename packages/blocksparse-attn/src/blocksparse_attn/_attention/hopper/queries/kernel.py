@@ -11,7 +11,7 @@ from __future__ import annotations
 from ...._linked.hopper.compat import gl, gluon, hopper, tma
 from ...._linked.hopper.pipeline import LOG2E, SLOTS, TURN, barrier_arrive, barrier_sync, barriers
 from ...._linked.launch.entries import entry
-from ..arguments import QueryNumbers, QueryTensors
+from ..arguments import QueryNumbers, QueryOptions, QueryTensors
 from ..boxes import boxes_of
 from ..structures import QueryPipeline, Task
 from .forward import make_output
@@ -24,9 +24,8 @@ from .schedule import FIELDS, HEAD, pick
 @gluon.jit
 def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     IS_FORWARD: gl.constexpr = tensors.dout_desc is None
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
     # fold the scale into the exponential's multiply-add; it is positive, so max commutes
     factor = numbers.scale * LOG2E
     if IS_FORWARD and W == 1:
@@ -52,38 +51,42 @@ def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr)
 
 
 @entry(gluon.jit)
-def hopper_query_kernel(tensors: QueryTensors, numbers: QueryNumbers, OPTIONS: gl.constexpr):
+def hopper_query_kernel(tensors: QueryTensors, numbers: QueryNumbers, OPTIONS: QueryOptions):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
     With ``dout_desc``: ``dq = scale * (p * (dout v^T - delta)) k``. The kernel is persistent and
     warp-specialised: programs take tiles of queries from a counter; one warp produces, two
     warpgroups consume.
     """
-    ROWS: gl.constexpr = OPTIONS.ROWS
-    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
-    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
-    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
-    WIDTH: gl.constexpr = HEAD_DIM_V if tensors.dout_desc is None else HEAD_DIM
+    WIDTH: gl.constexpr = OPTIONS.HEAD_DIM_V if tensors.dout_desc is None else OPTIONS.HEAD_DIM
     dtype: gl.constexpr = tensors.q_desc.dtype
-    K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
-    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM_V], dtype)
+    K: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [OPTIONS.BLOCK_N, OPTIONS.HEAD_DIM], dtype
+    )
+    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [OPTIONS.BLOCK_N, OPTIONS.HEAD_DIM_V], dtype
+    )
     F: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM], tensors.q_desc.layout)
+    q_s = gl.allocate_shared_memory(
+        dtype, [2, 1, 1, 1, OPTIONS.ROWS, OPTIONS.HEAD_DIM], tensors.q_desc.layout
+    )
     dout_s = None
     if tensors.dout_desc is not None:
         dout_s = gl.allocate_shared_memory(
-            dtype, [2, 1, 1, 1, ROWS, HEAD_DIM_V], tensors.dout_desc.layout
+            dtype, [2, 1, 1, 1, OPTIONS.ROWS, OPTIONS.HEAD_DIM_V], tensors.dout_desc.layout
         )
-    k_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, HEAD_DIM], K)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, HEAD_DIM_V], V)
-    out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, WIDTH], tensors.out_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [OPTIONS.STAGES_K, OPTIONS.BLOCK_N, OPTIONS.HEAD_DIM], K)
+    v_s = gl.allocate_shared_memory(
+        dtype, [OPTIONS.STAGES_V, OPTIONS.BLOCK_N, OPTIONS.HEAD_DIM_V], V
+    )
+    out_s = gl.allocate_shared_memory(
+        dtype, [2, 1, 1, 1, OPTIONS.ROWS, WIDTH], tensors.out_desc.layout
+    )
     fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], F)
     q_full = barriers(2, 1)
     q_empty = barriers(2, 1)
-    k_full = barriers(STAGES_K, 1)
-    v_full = barriers(STAGES_V, 1)
+    k_full = barriers(OPTIONS.STAGES_K, 1)
+    v_full = barriers(OPTIONS.STAGES_V, 1)
     tile_full = barriers(SLOTS, 1)
     tile_empty = barriers(SLOTS, 2)
     hopper.fence_async_shared()

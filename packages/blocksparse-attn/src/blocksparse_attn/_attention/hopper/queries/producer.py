@@ -53,7 +53,6 @@ def fetch(walk, step, alive, tensors, OPTIONS: gl.constexpr):
 @gluon.jit
 def copy_blocks(OF_V: gl.constexpr, items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr):
     """Copy a step's blocks of keys, or of values, panel by panel, once their stage is empty."""
-    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     STAGES: gl.constexpr = OPTIONS.STAGES_V if OF_V else OPTIONS.STAGES_K
     ROOM: gl.constexpr = EMPTY + OPTIONS.STAGES_K if OF_V else EMPTY
     PANELS: gl.constexpr = (OPTIONS.HEAD_DIM_V if OF_V else OPTIONS.HEAD_DIM) // 64
@@ -68,7 +67,7 @@ def copy_blocks(OF_V: gl.constexpr, items, where, turn, tensors, pipeline, OPTIO
     x, sequence, head, row, _ = where
     mbarrier.expect(full.index(stage), desc.block_type.nbytes * (PANELS * PER_STEP))
     for i in gl.static_range(PER_STEP):
-        first = row + pick(items, i) * BLOCK_K
+        first = row + pick(items, i) * OPTIONS.BLOCK_K
         for panel in gl.static_range(PANELS):
             box = boxes_s.index((stage * PANELS + panel) * PER_STEP + i)
             copy_in(desc, (x, sequence, head, first, panel * 64), full.index(stage), box)
@@ -117,19 +116,18 @@ def announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexp
 @gluon.jit
 def say_the_end(index, count, turn, turn_v, pipeline, OPTIONS: gl.constexpr):
     """Signal that no tile is left, and meet the warpgroups at the barriers of all stages."""
-    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
     STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
     pipeline.fields_s.index(slot).store(index * 0 - 1)
     mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
     # no warpgroup may be left waiting at a barrier
-    for back in gl.static_range(STAGES_K):
+    for back in gl.static_range(OPTIONS.STAGES_K):
         if turn > back:
-            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
+            barrier_sync(EMPTY + (turn - 1 - back) % OPTIONS.STAGES_K, PARTIES, 1)
     for back in gl.static_range(STAGES_V):
         if turn_v > back:
-            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
+            barrier_sync(EMPTY + OPTIONS.STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
 
 
 @gluon.jit

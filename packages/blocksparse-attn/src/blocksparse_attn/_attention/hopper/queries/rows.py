@@ -58,7 +58,6 @@ def rows_of(tile, place, factor, S: gl.constexpr, OPTIONS: gl.constexpr):
 @gluon.jit
 def hide(s, entries, rows, OPTIONS: gl.constexpr):
     """Mask keys after a row's last key, and keys of blocks that the row does not keep."""
-    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     S: gl.constexpr = s.type.layout
     col = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))  # [BLOCK_N]
     R: gl.constexpr = gl.SliceLayout(1, S)
@@ -66,11 +65,11 @@ def hide(s, entries, rows, OPTIONS: gl.constexpr):
     # the last key of each block that a row sees, counted within the block
     limit = gl.full(s.shape, -1, gl.int32, S)  # [ROWS, BLOCK_N]
     for i in gl.static_range(entries.items.shape[0]):
-        reach = last_seen - pick(entries.items, i) * BLOCK_K  # [ROWS]
+        reach = last_seen - pick(entries.items, i) * OPTIONS.BLOCK_K  # [ROWS]
         if OPTIONS.ROW_MEMBERS > 1:
             reach = gl.where(((pick(entries.members, i) >> bits) & 1) != 0, reach, -1)
-        limit = gl.where((col // BLOCK_K == i)[None, :], reach[:, None], limit)
-    return hide_unless(s, (col % BLOCK_K)[None, :], limit)
+        limit = gl.where((col // OPTIONS.BLOCK_K == i)[None, :], reach[:, None], limit)
+    return hide_unless(s, (col % OPTIONS.BLOCK_K)[None, :], limit)
 
 
 @gluon.jit

@@ -120,7 +120,6 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
     """Return the walk of a tile of queries; it is empty after the last tile."""
     POSITIONS: gl.constexpr = 2 * OPTIONS.ROWS // OPTIONS.HEADS
     PER_STEP: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K
-    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     items_ptr = tensors.items_ptr
     is_there = tile.ticket < numbers.total
     row = tile.index * POSITIONS // OPTIONS.SPAN
@@ -141,9 +140,9 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
     # leave out items after the sequence's end; under a causal mask none of them is whole
     if not OPTIONS.IS_CAUSAL:  # noqa: SIM102  (a constant, then a number)
         if tile.len_k < numbers.extent_k:
-            inside = lower_bound(items_ptr, first, cut, tile.len_k // BLOCK_K)
-            seen = lower_bound(items_ptr, inside, cut, gl.cdiv(tile.len_k, BLOCK_K))
-            end = lower_bound(items_ptr, cut, end, gl.cdiv(tile.len_k, BLOCK_K))
+            inside = lower_bound(items_ptr, first, cut, tile.len_k // OPTIONS.BLOCK_K)
+            seen = lower_bound(items_ptr, inside, cut, gl.cdiv(tile.len_k, OPTIONS.BLOCK_K))
+            end = lower_bound(items_ptr, cut, end, gl.cdiv(tile.len_k, OPTIONS.BLOCK_K))
     count = seen - first + (end - cut)
     none = count * 0
     halves, alone_0, alone_1, odd = none, none, none, none
