@@ -31,6 +31,7 @@ from _linked.plot import Panel, Series, draw, note_of
 from _linked.results import copy_gbps
 from _linked.timing import Timer, host_microseconds, synchronize
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
+from blocksparse_attn._attention.call import ListForm
 from cases import FAMILIES, PROBLEMS, Problem
 from checks import Inputs, first_keys, judge, make_inputs, reference
 from providers import PROVIDERS
@@ -140,8 +141,9 @@ def building_times(device: str, tokens: int) -> list[Row]:
     for name, where in (("layout", device), ("layout-cpu", "cpu")):
         add(name, min(ms_of(functools.partial(layout, where)) for _ in range(3)))
     new = layout(device)
+    form = ListForm(4, 128, 2, True)
     for kind in ("tall", "short", "dq", "dkdv", "pairs"):
-        add(f"plan-{kind}", ms_of(functools.partial(new._lists.of, kind, 4, 128, 2, True)))
+        add(f"plan-{kind}", ms_of(functools.partial(new._lists.of, kind, form)))
     return rows
 
 

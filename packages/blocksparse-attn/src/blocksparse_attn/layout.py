@@ -10,7 +10,7 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from ._attention.call import Checked, Pattern
+from ._attention.call import Checked, ListForm, Pattern
 from ._layout.checks import (
     check_alike,
     check_block_size,
@@ -443,7 +443,7 @@ class BlockSparseLayout:
         check_calls(self.num_heads, heads_q, heads_k, head_dim, dtype)
         for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
             check_flag(name, flag)
-        form = heads_q // heads_k, head_dim, dtype.itemsize, causal
+        form = ListForm(heads_q // heads_k, head_dim, dtype.itemsize, causal)
         lists = self._for_heads(heads_q)._lists
         lists.prepare(form, backward, paged, is_top_left(align))
         return self

@@ -7,7 +7,19 @@ from typing import Any
 
 import torch
 from attn_common import detect
-from blocksparse_attn._attention.call import Common, ListForm, Pattern, Tensors, Walks
+from blocksparse_attn._attention.call import (
+    BackwardCall,
+    BackwardWalks,
+    Blocks,
+    Bounds,
+    Common,
+    ForwardCall,
+    ListForm,
+    Options,
+    Pattern,
+    Tensors,
+    Walks,
+)
 from blocksparse_attn._attention.tiles import SHORT
 from blocksparse_attn._layout.kept_lists import spec_of
 
@@ -95,9 +107,9 @@ class Config:
         crow, col = (
             torch.empty(heads, n, dtype=torch.int32, device="meta") for n in (rows + 1, rows * 8)
         )
-        layout = crow, col, cols, *self.block, self.alike, 64
-        options = self.head_dim**-0.5, self.causal, 4 if self.short else 1, False
-        return Common(*layout, seqlen_q, seqlen_k, *options, self.rule(seqlen_k))
+        blocks = Blocks(crow, col, cols, *self.block, self.alike)
+        options = Options(self.head_dim**-0.5, self.causal, 4 if self.short else 1)
+        return Common(blocks, 64, Bounds(seqlen_q, seqlen_k), options, self.rule(seqlen_k))
 
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:
@@ -105,20 +117,21 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
     from blocksparse_attn._attention.launch import launch_forward as launch
 
     seqlen_q = min(seqlen, SHORT) if config.short else seqlen
-    tall = () if config.short else config.lists("tall")
-    short = config.lists("short") if config.short else ()
-    call = config.call(seqlen_q, seqlen)
-    launch(config.tensors(seqlen_q, seqlen), Walks(tall, short), call)
+    lists = config.lists("short" if config.short else "tall")
+    walks = Walks(short=lists) if config.short else Walks(tall=lists)
+    *tensors, _ = config.tensors(seqlen_q, seqlen)
+    launch(ForwardCall(*tensors, walks, config.call(seqlen_q, seqlen)))
 
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
     """Run the backward launcher on meta tensors."""
     from blocksparse_attn._attention.launch import launch_backward as launch
 
-    x = config.tensors(seqlen, seqlen)._replace(block_table=None)
+    x = config.tensors(seqlen, seqlen)
     q = x.q
     out = q.new_empty((*q.shape[:-1], x.v.shape[-1]))
     lse_size = q.shape[1::-1] if config.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(lse_size, device="meta")
-    walks = Walks(by_query=config.lists("dq"), by_key=config.lists("dkdv"))
-    launch(x, walks, config.call(seqlen, seqlen), out, lse, out, lse)
+    walks = BackwardWalks(by_query=config.lists("dq"), by_key=config.lists("dkdv"))
+    of_call = out, q, x.k, x.v, out, lse, lse, x.cu_seqlens_q, x.cu_seqlens_k
+    launch(BackwardCall(*of_call, walks, config.call(seqlen, seqlen)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func, blocksparse_attn_varlen_func
 from blocksparse_attn._attention import ops
-from blocksparse_attn._attention.call import Common
+from blocksparse_attn._attention.call import Blocks, Bounds, Common, ListForm, Options
 from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -37,25 +37,27 @@ CASES = [
 LISTS = ("tall", "short", "dq", "dkdv")
 
 
-def arguments_of(case: Any) -> tuple[Any, ...]:
+def arguments_of(case: Any, top_left: bool = False) -> tuple[Any, ...]:
     """Tensors, pages, lists, and the last arguments of the operators."""
     given = {**case.inputs, **case.options}
     q, k, v, layout = given["q"], given["k"], given["v"], given["layout"]
-    kind = q.shape[-2] // k.shape[-2], max(q.shape[-1], v.shape[-1]), q.element_size(), True
+    widest = max(q.shape[-1], v.shape[-1])
+    kind = ListForm(q.shape[-2] // k.shape[-2], widest, q.element_size(), True)
     on_gpu = q.is_cuda or interpreted()
-    lists = [list(layout._lists.of(one, *kind)) if on_gpu else [] for one in LISTS]
+    lists = [list(layout._lists.of(one, kind)) if on_gpu else [] for one in LISTS]
     tensors = q, k, v, given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     longest = given.get("max_seqlen_q", q.shape[-3]), given.get("max_seqlen_k", k.shape[-3])
-    shape = layout.num_cols, *layout.block_size, layout.rows_alike, layout.max_row
-    call = Common(layout._crow, layout._col, *shape, *longest, 0.25, True, 2, False, None)
+    shape = layout.num_cols, *layout.block_size, layout.rows_alike
+    blocks, options = Blocks(layout._crow, layout._col, *shape), Options(0.25, True, 2, top_left)
+    call = Common(blocks, layout.max_row, Bounds(*longest), options, None)
     return tensors, given.get("block_table"), lists, call
 
 
 def forward_arguments(case: Any) -> tuple[Any, ...]:
     tensors, table, lists, call = arguments_of(case)
-    tall = lists[0] if call.max_seqlen_q > 8 else []
-    short = lists[1] if tensors[3] is not None or call.max_seqlen_q <= 8 else []
-    return *tensors, table, tall, short, *lists[2:], [], *call
+    tall = lists[0] if call.bounds.max_seqlen_q > 8 else []
+    short = lists[1] if tensors[3] is not None or call.bounds.max_seqlen_q <= 8 else []
+    return *tensors, table, tall, short, *lists[2:], [], *call.arguments
 
 
 @pytest.mark.eager
@@ -70,7 +72,7 @@ def test_forward_passes_opcheck(make, device):
 @pytest.mark.parametrize("make", CASES[:3])
 def test_backward_passes_opcheck(make, dlse, device):
     case = make(device)
-    tensors, _, lists, call = arguments_of(case)
+    tensors, _, lists, call = arguments_of(case, top_left=True)
     q, k, v, *cu = tensors
     out, lse = ops.forward(*forward_arguments(case))
     arguments = (
@@ -84,7 +86,7 @@ def test_backward_passes_opcheck(make, dlse, device):
         *cu,
         *lists[2:],
         [],
-        *call._replace(top_left=True),
+        *call.arguments,
     )
     opcheck(ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -93,12 +95,12 @@ def test_backward_passes_opcheck(make, dlse, device):
 def test_the_backward_makes_lists_that_it_is_not_given(make, device):
     """A graph that was exported without gradients has none."""
     case = make(device)
-    tensors, _, lists, call = arguments_of(case)
+    tensors, _, lists, call = arguments_of(case, top_left=True)
     q, k, v, *cu = tensors
     out, lse = ops.forward(*forward_arguments(case))
     of_call = torch.ones_like(out), q, k, v, out, lse, None, *cu
-    want = ops.backward(*of_call, *lists[2:], [], *call._replace(top_left=True))
-    got = ops.backward(*of_call, [], [], [], *call._replace(top_left=True))
+    want = ops.backward(*of_call, *lists[2:], [], *call.arguments)
+    got = ops.backward(*of_call, [], [], [], *call.arguments)
     for mine, other in zip(got, want, strict=True):
         assert other.any()
         assert torch.equal(mine, other)
@@ -125,7 +127,7 @@ def test_plan_passes_opcheck(shared, kind, device):
     )
     opcheck(ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
     made = ops.plan(*arguments)
-    for mine, kept in zip(made, layout._lists.of(kind, 2, 16, 4, True), strict=True):
+    for mine, kept in zip(made, layout._lists.of(kind, ListForm(2, 16, 4, True)), strict=True):
         assert torch.equal(mine, kept)
 
 

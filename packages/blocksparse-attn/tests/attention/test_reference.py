@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from blocksparse_attn import blocksparse_attention_reference, blocksparse_varlen_attention_reference
-from blocksparse_attn._attention.call import Common, Options, Tensors
+from blocksparse_attn._attention import ops
+from blocksparse_attn._attention.call import Bounds, Options, Tensors
 from blocksparse_attn._attention.eager import attention_backward
 from blocksparse_attn._attention.reference import visible_keys
 from torch.nn.functional import scaled_dot_product_attention
@@ -71,8 +72,8 @@ def test_eager_derivative_is_autograds(seqlens):
     dout, dlse = incoming(out, lse)
     want = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     options = Options(8**-0.5, True, 1)
-    call = Common(layout.crow, layout.col, *layout._pattern[2:7], *seqlens, *options, None)
     x = Tensors(*(t.detach() for t in leaves))
+    call = ops._call_of(x, layout, Bounds(*seqlens), options)
     got = attention_backward(x, call, dout, lse.detach(), dlse)
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)

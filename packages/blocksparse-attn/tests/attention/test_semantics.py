@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
+from blocksparse_attn._attention.call import ListForm
 
 from .._linked.budget import assert_same
 from .._numerics import Packed, Shape, check, make_case, make_packed, run
@@ -80,7 +81,7 @@ def test_blocks_right_of_the_diagonal_are_skipped(device):
     assert_same(run(case.with_options(layout=tidy)), run(case))
     if device.type == "cuda" or case.options["layout"]._lists.known:
         layouts = tidy, case.options["layout"]
-        kept = [x._lists.of("tall", 1, 16, 4, True).begin[-1] for x in layouts]
+        kept = [x._lists.of("tall", ListForm(1, 16, 4, True)).begin[-1] for x in layouts]
         assert kept[0] == kept[1]
 
 

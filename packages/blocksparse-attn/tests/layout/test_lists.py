@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._attention.call import ListForm
 from blocksparse_attn._layout.lists import COUNTED
 
 from .._numerics import Packed, make_packed, paged, run
@@ -117,10 +118,10 @@ def test_lists_are_made_once(device):
     from blocksparse_attn import blocksparse_attn_func
 
     layout = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
-    lists = [layout._lists.of("tall", 1, 16, 4, True) for _ in range(2)]
+    lists = [layout._lists.of("tall", ListForm(1, 16, 4, True)) for _ in range(2)]
     assert lists[0] is lists[1]
     # another layer of other heads may want other lists; the same spec shares them
-    other = layout._lists.of("tall", 1, 8, 4, True)
+    other = layout._lists.of("tall", ListForm(1, 8, 4, True))
     assert other is lists[0]
     x = torch.randn(1, 64, 2, 16, device=device)
     before = blocksparse_attn_func(x, x, x, layout)

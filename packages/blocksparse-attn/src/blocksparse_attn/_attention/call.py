@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -59,12 +60,12 @@ class Options(NamedTuple):
 class Bounds(NamedTuple):
     """Upper bounds of the lengths of all sequences."""
 
-    seqlen_q: int
-    seqlen_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
-class Common(NamedTuple):
-    """The last arguments of both operators: layout, token rule, lengths and options."""
+class Blocks(NamedTuple):
+    """A layout, as the operators take it."""
 
     crow: Tensor
     col: Tensor
@@ -72,46 +73,112 @@ class Common(NamedTuple):
     block_q: int
     block_k: int
     rows_alike: bool
+
+
+class PlanCall(NamedTuple):
+    """The arguments of the operator that makes lists."""
+
+    blocks: Blocks
+    form: ListForm
+    kind: str
+    rule: Tensor | None
+
+
+class Common(NamedTuple):
+    """The last arguments of both operators of attention."""
+
+    blocks: Blocks
     max_row: int
-    max_seqlen_q: int
-    max_seqlen_k: int
-    softmax_scale: float
-    causal: bool
-    num_splits: int
-    top_left: bool
+    bounds: Bounds
+    options: Options
     rule: Tensor | None
 
     @property
     def pattern(self) -> Pattern:
-        heads, rows = self.crow.shape[-2], self.crow.shape[-1] - 1
-        batch = self.crow.shape[0] if self.crow.ndim == 3 else 0
-        sizes = rows, self.cols, self.block_q, self.block_k
-        return Pattern(heads == 1, *sizes, self.rows_alike, self.max_row, batch)
+        crow = self.blocks.crow
+        return Pattern(
+            is_shared=crow.shape[-2] == 1,
+            rows=crow.shape[-1] - 1,
+            cols=self.blocks.cols,
+            block_q=self.blocks.block_q,
+            block_k=self.blocks.block_k,
+            rows_alike=self.blocks.rows_alike,
+            max_row=self.max_row,
+            batch=crow.shape[0] if crow.ndim == 3 else 0,
+        )
 
     @property
-    def options(self) -> Options:
-        return Options(self.softmax_scale, self.causal, self.num_splits, self.top_left)
-
-    @property
-    def bounds(self) -> Bounds:
-        return Bounds(self.max_seqlen_q, self.max_seqlen_k)
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments one by one."""
+        return *self.blocks, self.max_row, *self.bounds, *self.options, self.rule
 
 
-class Walks(NamedTuple):
-    """The lists that kernels walk, as :class:`.._layout.lists.Lists`; empty if no kernel does."""
+# the tensors of a list; None if no kernel walks it: AOTInductor takes no empty list
+Walk = Sequence[Tensor] | None
 
-    tall: tuple[Tensor, ...] = ()
-    short: tuple[Tensor, ...] = ()
-    by_query: tuple[Tensor, ...] = ()
-    by_key: tuple[Tensor, ...] = ()
+
+class BackwardWalks(NamedTuple):
+    """The lists that kernels of the backward walk, as :class:`.._layout.lists.Lists`."""
+
+    by_query: Walk = None
+    by_key: Walk = None
     # for the Hopper backward, as ``Pairs``; if dq has its own launch, that launch walks the
     # forward's lists, which then follow
-    pairs: tuple[Tensor, ...] = ()
+    pairs: Walk = None
 
     @property
     def repeat(self) -> bool:
         """Whether the gradients of the Hopper backward repeat bit for bit."""
-        return len(self.pairs) > PAIRS
+        return self.pairs is not None and len(self.pairs) > PAIRS
+
+
+class Walks(NamedTuple):
+    """The lists that kernels walk, as :class:`.._layout.lists.Lists`."""
+
+    tall: Walk = None
+    short: Walk = None
+    backward: BackwardWalks = BackwardWalks()
+
+
+class ForwardCall(NamedTuple):
+    """The arguments of the forward operator."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    block_table: Tensor | None
+    walks: Walks
+    common: Common
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of the call."""
+        offsets = self.cu_seqlens_q, self.cu_seqlens_k
+        return Tensors(self.q, self.k, self.v, *offsets, self.block_table, self.common.rule)
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the backward operator."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    walks: BackwardWalks
+    common: Common
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of the forward."""
+        offsets = self.cu_seqlens_q, self.cu_seqlens_k
+        return Tensors(self.q, self.k, self.v, *offsets, rule=self.common.rule)
 
 
 class Plan(Protocol):
@@ -124,7 +191,13 @@ class Plan(Protocol):
         """Say whether saved tensors still have the strides and the alignment of the forward."""
 
     def backward(
-        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self,
+        x: Tensors,
+        walks: BackwardWalks,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``; ``x`` must fit."""
 

@@ -64,7 +64,7 @@ def attention_forward(x: Tensors, call: Common) -> tuple[Tensor, Tensor]:
             own = one.q.new_zeros((*one.q.shape[:-1], one.v.shape[-1]))
             own_lse = lse[:, one.rows]
             for tile in one.tiles:
-                s, _, values = _scores(one, tile, call.softmax_scale)
+                s, _, values = _scores(one, tile, call.options.softmax_scale)
                 p, own_lse[tile.heads, tile.rows] = softmax(s)
                 own[tile.heads, tile.rows] = _times(p, values)
             out[one.rows] = own.transpose(0, 1).to(out.dtype)
@@ -83,14 +83,14 @@ def attention_backward(
     if x.q.ndim == 4:
         lse, dlse = (t.transpose(0, 1).flatten(1) for t in (lse, dlse))
     dout = _packed(dout)
-    grads = [t.new_zeros(_packed(t).shape) for t in x[:3]]
+    grads = [t.new_zeros(_packed(t).shape) for t in (x.q, x.k, x.v)]
     with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
         for one in _sequences(x, call):
             own_dout = _by_head(dout[one.rows])
             own_lse, own_dlse = (t[:, one.rows] for t in (lse, dlse))
             found = dq, dk, dv = [torch.zeros_like(t) for t in (one.q, one.k, one.v)]
             for tile in one.tiles:
-                s, keys, values = _scores(one, tile, call.softmax_scale)
+                s, keys, values = _scores(one, tile, call.options.softmax_scale)
                 at = tile.heads, tile.rows
                 sees = tile.visible.any(-1, keepdim=True)
                 p = torch.exp(s - own_lse[at].masked_fill(~sees[..., 0], 0.0)[..., None])
@@ -99,7 +99,7 @@ def attention_backward(
                 dp = _times(arrived, values.mT)
                 # the terms that all logits of a row share: the normalisation's and the lse's
                 common = own_dlse[at].masked_fill(~sees[..., 0], 0.0)[..., None]
-                ds = p * (dp - (p * dp).sum(-1, keepdim=True) + common) * call.softmax_scale
+                ds = p * (dp - (p * dp).sum(-1, keepdim=True) + common) * call.options.softmax_scale
                 dq[at] = _times(ds, keys)
                 queries, count = one.q[at].masked_fill(~sees, 0.0), len(values)
                 for grad, to, by in (dk, ds, queries), (dv, p, arrived):
@@ -107,7 +107,7 @@ def attention_backward(
                     grad[tile.heads_k].index_add_(1, tile.keys, added)
             for grad, own, place in zip(grads, found, (one.rows, one.keys, one.keys), strict=True):
                 grad[place] = own.transpose(0, 1).to(grad.dtype)
-    dq, dk, dv = (grad.view(t.shape) for grad, t in zip(grads, x[:3], strict=True))
+    dq, dk, dv = (grad.view(t.shape) for grad, t in zip(grads, (x.q, x.k, x.v), strict=True))
     return dq, dk, dv
 
 
@@ -141,7 +141,7 @@ def _sequences(x: Tensors, call: Common) -> Iterator[Sequence]:
         starts = starts_of(x.q), starts_of(x.k)
     else:
         starts = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
-    dense = dense_of(call.crow, call.col, call.cols)
+    dense = dense_of(call.blocks.crow, call.blocks.col, call.blocks.cols)
     for b, (rows, keys) in enumerate(sequences(*starts)):
         own_k, own_v = (_by_head(of_sequence(t, keys, b, x.block_table)) for t in (k, v))
         tiles = _tiles(
@@ -163,15 +163,15 @@ def _tiles(
 ) -> Iterator[Tile]:
     """Yield the tiles of a sequence that see keys; ``dense`` is the sequence's mask of blocks."""
     (seqlen_q, seqlen_k), group = lengths, heads[0] // heads[1]
-    block_size, causal = (call.block_q, call.block_k), call.causal
-    diagonal = 0 if call.top_left else seqlen_k - seqlen_q
-    tokens = torch.arange(call.block_k, device=dense.device)
+    causal, block_q, block_k = call.options.causal, call.blocks.block_q, call.blocks.block_k
+    diagonal = 0 if call.options.top_left else seqlen_k - seqlen_q
+    tokens = torch.arange(block_k, device=dense.device)
     starts = range(diagonal // TILE * TILE, diagonal + seqlen_q, TILE) if seqlen_q else ()
     for start in starts:
         low, high = max(start, diagonal), min(start + TILE, diagonal + seqlen_q)
         position = torch.arange(low, high, device=dense.device)
         # the blocks that some row keeps
-        first, last = max(low, 0) // call.block_q, max(high - 1, -1) // call.block_q + 1
+        first, last = max(low, 0) // block_q, max(high - 1, -1) // block_q + 1
         end = min(high, seqlen_k) if causal else seqlen_k
         # key heads that share a tile
         few = FEW // max((high - low) * group * max(end, 1), 1)
@@ -182,9 +182,9 @@ def _tiles(
             if head == 0 or len(dense) > 1:
                 kept = dense[own] if len(dense) > 1 else dense
                 col = kept[:, first:last].any(1).any(0).nonzero()
-                keys = (col * call.block_k + tokens).flatten()
+                keys = (col * block_k + tokens).flatten()
                 keys = keys[keys < end]
-                visible = visible_at(position, keys, kept, block_size, causal, rule)
+                visible = visible_at(position, keys, kept, (block_q, block_k), causal, rule)
                 seen = visible.any(1).any(0)
                 keys, visible = keys[seen], visible[..., seen]
             if len(keys):

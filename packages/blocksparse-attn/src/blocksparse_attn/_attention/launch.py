@@ -29,7 +29,17 @@ from .._linked.launch.runtime import (
 )
 from .._linked.portable.primitives import Strides
 from . import tiles as attention_tiles
-from .call import Bounds, Common, Options, Pattern, Tensors, Walks
+from .call import (
+    BackwardCall,
+    BackwardWalks,
+    Bounds,
+    ForwardCall,
+    Options,
+    Pattern,
+    Tensors,
+    Walk,
+    Walks,
+)
 from .portable import arguments
 from .portable.arguments import RowNumbers, RowOptions, RowTensors
 from .portable.attention import attention_kernel
@@ -108,10 +118,8 @@ class Plan:
     def _backward(self) -> BackwardPlan:
         return BackwardPlan(self._form)
 
-    def backward(
-        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(x, walks, out, lse, dout, dlse)
+    def backward(self, x: Tensors, walks: BackwardWalks, *results: Any) -> Any:
+        return self._backward(x, walks, *results)
 
 
 class TallForward:
@@ -119,12 +127,10 @@ class TallForward:
 
     def __init__(self, form: Form, x: Tensors) -> None:
         self._form = form
-        self._queries = QueryTiles(form, tall_shape(form.platform, *form.choice))
+        self._queries = QueryTiles(form, tall_shape(*form.choice, form.pattern.rows_alike))
         self.launch = _forward_launch(form, x, self._queries)
 
-    def arguments(
-        self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
-    ) -> Arguments:
+    def arguments(self, x: Tensors, walk: Walk, out: Tensor, lse: Tensor) -> Arguments:
         queries, table = self._queries, dense(x.block_table)
         tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
         tensors = _tensors_of(x, walk, out, lse_ptr=lse, block_table_ptr=table)
@@ -136,7 +142,7 @@ class Split:
 
     def __init__(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> None:
         # a tile may begin before the sequence's first query
-        longest = min(bounds.seqlen_q, SHORT)
+        longest = min(bounds.max_seqlen_q, SHORT)
         self.tiles = cdiv(longest - 1, queries.shape.positions) + 1 if longest > 1 else 1
         self.programs = form.batch * self.tiles * queries.units
         self.splits = form.options.num_splits or self._wanted(form, queries, x, bounds)
@@ -150,7 +156,7 @@ class Split:
 
     def _wanted(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> int:
         pattern, shape = form.pattern, queries.shape
-        blocks = min(pattern.max_row * shape.pack, cdiv(bounds.seqlen_k, pattern.block_k))
+        blocks = min(pattern.max_row * shape.pack, cdiv(bounds.max_seqlen_k, pattern.block_k))
         steps = cdiv(blocks * pattern.block_k, shape.tile.block_n)
         wanted = cdiv(WAVES * processors(x.q.device), max(self.programs, 1))
         return max(1, min(wanted, steps // LEAST_STEPS, 64))
@@ -161,7 +167,7 @@ class ShortForward:
 
     def __init__(self, form: Form, x: Tensors) -> None:
         self._form = form
-        queries = self._queries = QueryTiles(form, short_shape(form.platform, *form.choice[:-1]))
+        queries = self._queries = QueryTiles(form, short_shape(*form.choice))
         self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
         merging = queries.constants._replace(MERGES=True, IS_SHORT=True, SHORT=SHORT)
         self.merge = launch_on(attention_kernel, queries.tile, merging)
@@ -172,7 +178,7 @@ class ShortForward:
     def arguments(
         self,
         x: Tensors,
-        walk: tuple[Tensor, ...],
+        walk: Walk,
         out: Tensor,
         lse: Tensor,
         split: Split,
@@ -200,9 +206,7 @@ def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool 
     return launch_on(attention_kernel, queries.tile, constants)
 
 
-def _tensors_of(
-    x: Tensors, walk: tuple[Tensor, ...], out: Tensor, **others: Tensor | None
-) -> arguments.Tensors:
+def _tensors_of(x: Tensors, walk: Walk, out: Tensor, **others: Tensor | None) -> arguments.Tensors:
     """Return the tensors of a launch of ``attention_kernel``; ``others`` are further fields."""
     begin, whole, items, members = walk
     return arguments.Tensors(
@@ -237,11 +241,13 @@ class BackwardPlan:
         self._rows = tuple(
             launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
         )
-        self._key_tile = backward_dkdv_tile(form.platform, *form.choice[:3])
+        sizes = form.widest, form.itemsize, form.pattern.block_q
+        self._key_tile = backward_dkdv_tile(form.platform, *sizes)
         settle = form.platform.is_hopper and not interpreted()
         by_key = constants._replace(BY_KEY=True, SETTLE=settle)
         self._keys = launch_on(attention_kernel, self._key_tile, by_key)
-        queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
+        shape = backward_dq_shape(*form.choice, form.pattern.rows_alike)
+        queries = self._queries = QueryTiles(form, shape)
         self._dq = launch_on(attention_kernel, queries.tile, queries.constants)
         # grid and numbers of the launches for rows and for keys
         self._work: Memory[tuple[int, tuple[float, ...], int, tuple[float, ...]]]
@@ -254,7 +260,13 @@ class BackwardPlan:
         return HopperBackward(self._form)
 
     def __call__(
-        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self,
+        x: Tensors,
+        walks: BackwardWalks,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``; ``x`` has the signature of this object."""
         q, k, v = x.q, x.k, x.v
@@ -277,7 +289,7 @@ class BackwardPlan:
             self._run(x, rows, walks, dq, dk, dv)
         return dq, dk, dv
 
-    def _is_for_hopper(self, x: Tensors, walks: Walks) -> bool:
+    def _is_for_hopper(self, x: Tensors, walks: BackwardWalks) -> bool:
         if not walks.pairs:
             return False
         must_repeat = attention_tiles.repeats()
@@ -291,7 +303,7 @@ class BackwardPlan:
         return not walks.by_key or self._hopper.is_worth_it(x)
 
     def _run(
-        self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
+        self, x: Tensors, rows: RowTensors, walks: BackwardWalks, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         """Write the gradients with the portable kernels."""
         dout, queries = Strides(*token_strides(rows.dout_ptr)), self._queries
@@ -340,28 +352,21 @@ class BackwardPlan:
         return cdiv(rows, ROWS), flat(of_rows), grid, numbers
 
 
-def launch_forward(x: Tensors, walks: Walks, call: Common) -> tuple[Tensor, Tensor]:
-    """Run the forward operator on checked inputs; see ``ops.py`` for its schema."""
-    width = x.v.shape[-1]
-    x = readable(x)
-    out, lse = Plan(x, call.pattern, call.options).forward(x, walks, call.bounds)
-    return first_columns(out, width), lse
+def launch_forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    """Run the forward operator on checked inputs."""
+    x, common = readable(call.tensors), call.common
+    plan = Plan(x, common.pattern, common.options)
+    out, lse = plan.forward(x, call.walks, common.bounds)
+    return first_columns(out, call.v.shape[-1]), lse
 
 
-def launch_backward(
-    x: Tensors,
-    walks: Walks,
-    call: Common,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward operator on checked inputs; see ``ops.py`` for its schema."""
-    widths = [t.shape[-1] for t in x[:3]]
-    x = readable(x)
-    plan = BackwardPlan(Form(x, call.pattern, call.options))
+def launch_backward(call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward operator on checked inputs."""
+    x, common = readable(call.tensors), call.common
+    plan = BackwardPlan(Form(x, common.pattern, common.options))
     # ``readable`` may have widened v
-    out, dout = (widened(t, x.v.shape[-1]) for t in (out, dout))
-    dq, dk, dv = map(first_columns, plan(x, walks, out, lse, dout, dlse), widths)
+    out, dout = (widened(t, x.v.shape[-1]) for t in (call.out, call.dout))
+    grads = plan(x, call.walks, out, call.lse, dout, call.dlse)
+    widths = (t.shape[-1] for t in (call.q, call.k, call.v))
+    dq, dk, dv = map(first_columns, grads, widths)
     return dq, dk, dv

@@ -5,7 +5,8 @@ the Triton kernels. CPU tensors run the eager code of :mod:`.eager`, or, in a pr
 ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,10 +27,25 @@ from .._linked.host.operators import (
     may_skip_operator,
     no_second_derivative,
     register,
+    structured,
     without_repeats,
 )
 from ..layout import BlockSparseLayout
-from .call import Bounds, Checked, Common, ListForm, Options, Pattern, Tensors, Walks
+from .call import (
+    BackwardCall,
+    BackwardWalks,
+    Blocks,
+    Bounds,
+    Checked,
+    Common,
+    ForwardCall,
+    ListForm,
+    Options,
+    Pattern,
+    PlanCall,
+    Tensors,
+    Walks,
+)
 from .checks import check_values
 from .eager import Grads, attention_backward, attention_forward
 from .tiles import (
@@ -48,29 +64,27 @@ _COMMON = (
     f"{_LAYOUT}, SymInt max_row, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
     "bool causal, int num_splits, bool top_left, Tensor? rule"
 )
-# index of the first list in the forward operator's arguments: after the tensors without the rule
-_LISTS = len(Tensors._fields) - 1
-# out, lse, dout, dlse
-Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def _made_of(crow: Tensor, col: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Return the arguments of ``make_lists`` from those of the operator ``plan``."""
-    cols, block_q, block_k, rows_alike, group, head_dim, itemsize, causal, kind, rule = rest
+def _made_of(call: PlanCall) -> Any:
+    """Return the arguments of ``empty_lists``."""
+    (crow, col, cols, block_q, block_k, rows_alike), form = call.blocks, call.form
     # int() and bool() turn symbols into numbers
-    form = ListForm(int(group), int(head_dim), itemsize, causal)
+    form = form._replace(group=int(form.group), head_dim=int(form.head_dim))
     heads, rows = crow.shape[-2], crow.shape[-1] - 1
     pattern = Pattern(bool(heads == 1), rows, int(cols), block_q, block_k, rows_alike, max_row=0)
-    spec = spec_of(kind, detect(crow.device), pattern, form)
-    return crow.flatten(0, -2), col.flatten(0, -2), cols, (block_q, block_k), spec, rule
+    spec = spec_of(call.kind, detect(crow.device), pattern, form)
+    return crow.flatten(0, -2), col.flatten(0, -2), cols, (block_q, block_k), spec
 
 
 def _plan(*arguments: Any) -> list[Tensor]:
-    return list(make_lists(*_made_of(*arguments)))
+    call = structured(PlanCall, arguments)
+    made_of = *_made_of(call), call.rule
+    return list(make_lists(*made_of))
 
 
 def _plan_fake(*arguments: Any) -> list[Tensor]:
-    return list(empty_lists(*_made_of(*arguments)[:-1]))
+    return list(empty_lists(*_made_of(structured(PlanCall, arguments))))
 
 
 # ---- attention
@@ -86,22 +100,15 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _split_forward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Common]:
-    """Return the forward operator's arguments as structures."""
-    call = Common(*arguments[-len(Common._fields) :])
-    tensors, walks = (*arguments[:_LISTS], call.rule), arguments[_LISTS : -len(call)]
-    return Tensors(*tensors), Walks(*(tuple(walk or ()) for walk in walks)), call
-
-
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .launch import launch_forward
 
-    return launch_forward(*_split_forward(arguments))
+    return launch_forward(structured(ForwardCall, arguments))
 
 
 def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
-    x, _, call = _split_forward(arguments)
-    return attention_forward(x, call)
+    call = structured(ForwardCall, arguments)
+    return attention_forward(call.tensors, call.common)
 
 
 def _check_values(x: Tensors, bounds: Bounds) -> None:
@@ -111,32 +118,25 @@ def _check_values(x: Tensors, bounds: Bounds) -> None:
 
 
 def _check_forward(*arguments: Any) -> None:
-    x, _, call = _split_forward(arguments)
-    _check_values(x, call.bounds)
-
-
-def _split_backward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Common, Results]:
-    """Return the backward operator's arguments as structures."""
-    call = Common(*arguments[-len(Common._fields) :])
-    dout, q, k, v, out, lse, dlse, starts_q, starts_k, *lists = arguments[: -len(call)]
-    walks = Walks((), (), *(tuple(walk or ()) for walk in lists))
-    x = Tensors(q, k, v, starts_q, starts_k, None, call.rule)
-    return x, walks, call, (out, lse, dout, dlse)
+    call = structured(ForwardCall, arguments)
+    _check_values(call.tensors, call.common.bounds)
 
 
 def _backward_triton(*arguments: Any) -> Grads:
     from .launch import launch_backward
 
-    x, walks, call, results = _split_backward(arguments)
-    if not (walks.by_key or walks.pairs):
+    call = structured(BackwardCall, arguments)
+    if not (call.walks.by_key or call.walks.pairs):
         # the graph was exported without gradients
-        walks = walks._replace(by_query=_made(x, call, "dq"), by_key=_made(x, call, "dkdv"))
-    return launch_backward(x, walks, call, *results)
+        call = call._replace(walks=BackwardWalks(_made(call, "dq"), _made(call, "dkdv")))
+    return launch_backward(call)
 
 
-def _made(x: Tensors, call: Common, kind: str) -> tuple[Tensor, ...]:
+def _made(call: BackwardCall, kind: str) -> list[Tensor]:
     """Make lists that are missing from a call."""
-    return tuple(_plan(*call[:6], *_form_of_lists(x, call.causal), kind, call.rule))
+    common = call.common
+    form = _form_of_lists(call.tensors, common.options.causal)
+    return _plan(*common.blocks, *form, kind, common.rule)
 
 
 def _form_of_lists(x: Tensors, causal: bool) -> ListForm:
@@ -145,8 +145,8 @@ def _form_of_lists(x: Tensors, causal: bool) -> ListForm:
 
 
 def _backward_eager(*arguments: Any) -> Grads:
-    x, _, call, (_, lse, dout, dlse) = _split_backward(arguments)
-    return attention_backward(x, call, dout, lse, dlse)
+    call = structured(BackwardCall, arguments)
+    return attention_backward(call.tensors, call.common, call.dout, call.lse, call.dlse)
 
 
 plan = register(
@@ -214,7 +214,7 @@ def _walks(
         return Walks()
     kind = _form_of_lists(x, options.causal)
     tall = "tall" if walks_whole_blocks(x, options) else "portable"
-    is_tall = bounds.seqlen_q > SHORT
+    is_tall = bounds.max_seqlen_q > SHORT
     is_short = not is_tall or x.cu_seqlens_q is not None
     may_pair = _needs_grad(x) and not may_end_early(options.causal, options.top_left)
     pattern = layout._pattern
@@ -227,47 +227,50 @@ def _walks(
     # the lengths of a packed call decide which backward runs, so it needs the lists of both
     is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
     named = ("pairs", "tall") if by_rows else ("pairs",) if has_pairs else ()
-    return Walks(
-        layout._lists.of(tall, *kind) if is_tall else (),
-        layout._lists.of("short", *kind) if is_short else (),
-        layout._lists.of("dq", *kind) if is_portable else (),
-        layout._lists.of("dkdv", *kind) if is_portable else (),
-        sum((layout._lists.of(name, *kind) for name in named), ()),
+    backward = BackwardWalks(
+        layout._lists.of("dq", kind) if is_portable else None,
+        layout._lists.of("dkdv", kind) if is_portable else None,
+        sum((layout._lists.of(name, kind) for name in named), ()) or None,
     )
-
-
-def _operands(walks: Sequence[Sequence[Tensor]]) -> list[list[Tensor] | None]:
-    """Return lists as the operators take them: AOTInductor needs None for an empty list."""
-    return [list(walk) or None for walk in walks]
+    return Walks(
+        layout._lists.of(tall, kind) if is_tall else None,
+        layout._lists.of("short", kind) if is_short else None,
+        backward,
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the derivative of the forward operator needs."""
-    x, walks, call = _split_forward(inputs)
-    lists = [one for walk in walks[2:] for one in walk]
-    ctx.save_for_backward(*x[:5], *output, call.rule, call.crow, call.col, *lists)
-    ctx.counts = tuple(map(len, walks[2:]))
-    ctx.call = call[2:-1]
+    call = structured(ForwardCall, inputs)
+    x, (crow, col, *_), rule = call.tensors, call.common.blocks, call.common.rule
+    walks = [walk or () for walk in call.walks.backward]
+    lists = [one for walk in walks for one in walk]
+    offsets = x.cu_seqlens_q, x.cu_seqlens_k
+    ctx.save_for_backward(x.q, x.k, x.v, *offsets, *output, rule, crow, col, *lists)
+    ctx.counts = tuple(map(len, walks))
+    blocks: Any = call.common.blocks
+    ctx.common = call.common._replace(blocks=blocks._replace(crow=None, col=None), rule=None)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the forward operator's arguments."""
-    *tensors, out, lse, rule, crow, col = ctx.saved_tensors[:10]
-    lists = list(ctx.saved_tensors[10:])
-    walks = [[lists.pop(0) for _ in range(count)] for count in ctx.counts]
-    arguments: tuple[Any, ...] = crow, col, *ctx.call, rule
-    call = Common(*arguments)
-    grads = _run_backward(Tensors(*tensors), walks, call, out, lse, dout, dlse)
+    q, k, v, starts_q, starts_k, out, lse, rule, crow, col, *lists = ctx.saved_tensors
+    rest = iter(lists)
+    walks = BackwardWalks(*(list(islice(rest, count)) or None for count in ctx.counts))
+    blocks = ctx.common.blocks._replace(crow=crow, col=col)
+    common = ctx.common._replace(blocks=blocks, rule=rule)
+    x = Tensors(q, k, v, starts_q, starts_k)
+    grads = _run_backward(x, walks, common, out, lse, dout, dlse)
     # an operator's derivative returns a list for a list of tensors, a function's returns None
-    needs = ctx.needs_input_grad[3:]
+    _, _, _, *needs = ctx.needs_input_grad
     return *grads, *([None] * len(one) if isinstance(one, (list, tuple)) else None for one in needs)
 
 
 def _run_backward(
     x: Tensors,
-    walks: Sequence[Sequence[Tensor]],
-    call: Common,
+    walks: BackwardWalks,
+    common: Common,
     out: Tensor,
     lse: Tensor,
     dout: Tensor | None,
@@ -276,8 +279,12 @@ def _run_backward(
     """Return the gradients from the backward operator; a second derivative raises."""
     if dout is None:
         dout = torch.zeros_like(out)
+    offsets = x.cu_seqlens_q, x.cu_seqlens_k
     results = out, lse, dlse
-    return _call_backward(dout, *x[:3], *results, *x[3:5], *_operands(walks), *call)  # type: ignore[no-any-return]
+    grads: Grads = _call_backward(
+        dout, x.q, x.k, x.v, *results, *offsets, *walks, *common.arguments
+    )
+    return grads
 
 
 _call_forward = differentiable(forward, _differentiate, _keep)
@@ -286,10 +293,11 @@ _call_backward = differentiable(backward, no_second_derivative("blocksparse_atte
 
 def _call_of(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Common:
     """Return the operators' last arguments."""
-    batch = layout._pattern.batch
-    crow, col = (by_sequence(x, batch) for x in (layout._crow, layout._col))
-    arguments: tuple[Any, ...] = crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
-    return Common(*arguments)
+    pattern = layout._pattern
+    crow, col = (by_sequence(x, pattern.batch) for x in (layout._crow, layout._col))
+    sizes = pattern.cols, pattern.block_q, pattern.block_k
+    blocks = Blocks(crow, col, *sizes, pattern.rows_alike)
+    return Common(blocks, pattern.max_row, bounds, options, x.rule)
 
 
 class _Planned(torch.autograd.Function):
@@ -320,10 +328,10 @@ class _Planned(torch.autograd.Function):
         if may_skip_operator(dout, dlse) and known.plan.fits(x):
             if dout is None:
                 dout = torch.zeros_like(out)
-            grads = known.plan.backward(x, known.walks, out, lse, dout, dlse)
+            grads = known.plan.backward(x, known.walks.backward, out, lse, dout, dlse)
         else:
             call = _call_of(x, layout, ctx.bounds, known.options)
-            grads = _run_backward(x, known.walks[2:], call, out, lse, dout, dlse)
+            grads = _run_backward(x, known.walks.backward, call, out, lse, dout, dlse)
         return *grads, None, None, None, None
 
 
@@ -341,7 +349,9 @@ def attention(
         if is_transformed() and torch.compiler.is_compiling():
             x = without_repeats(x)
         call = _call_of(x, layout, bounds, options)
-        return _call_forward(*x[:_LISTS], *_operands(walks), *call)  # type: ignore[no-any-return]
+        *tensors, _ = x  # the rule is last
+        lists = walks.tall, walks.short, *walks.backward
+        return _call_forward(*tensors, *lists, *call.arguments)  # type: ignore[no-any-return]
     if x.q.is_cpu:
         _check_values(x, bounds)
     if _needs_grad(x):

@@ -155,17 +155,14 @@ class KeptLists:
             # publish the lists last: whoever sees them must also see the event
             self.known.update(dict.fromkeys(keys, lists))
 
-    def of(
-        self, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
-    ) -> tuple[Tensor, ...]:
+    def of(self, kind: str, form: ListForm) -> tuple[Tensor, ...]:
         """Return the lists that a kernel walks; the first call makes them.
 
         Args:
             kind: as in ``spec_of``.
-            group: the first field of ``ListForm``; the others follow.
+            form: the properties of the call.
         """
-        form, pattern = ListForm(group, head_dim, itemsize, causal), self._pattern
-        key = (kind, *form)
+        key, pattern = (kind, form), self._pattern
         if not torch.compiler.is_compiling():
             self.join()
         if key in self.known:
@@ -175,7 +172,10 @@ class KeptLists:
             made = getattr(torch.ops, NAMESPACE).plan.default(
                 by_sequence(self._crow, pattern.batch),
                 by_sequence(self._col, pattern.batch),
-                *pattern[2:6],
+                pattern.cols,
+                pattern.block_q,
+                pattern.block_k,
+                pattern.rows_alike,
                 *form,
                 kind,
                 self._rule,
@@ -195,21 +195,20 @@ class KeptLists:
             self.keep((key, spec), lists)
         return lists
 
-    def prepare(
-        self, form: tuple[int, int, int, bool], backward: bool, paged: bool, top_left: bool
-    ) -> None:
-        """Make the lists of later calls; ``form`` holds the fields of ``ListForm``."""
+    def prepare(self, form: ListForm, backward: bool, paged: bool, top_left: bool) -> None:
+        """Make the lists of later calls."""
         if not walks_lists(self._device):
             return
-        _, head_dim, itemsize, causal = form
-        is_early = tiles.may_end_early(causal, top_left) or self._rule is not None
+        is_early = tiles.may_end_early(form.causal, top_left) or self._rule is not None
         kinds = ["portable" if paged or is_early else "tall", "short"]
         if backward:
             kinds += ["dq", "dkdv"]
             pattern, heads = self._pattern, self._crow.shape[0]
-            is_taken = tiles.suits_hopper_backward(detect(self._device), head_dim, itemsize)
+            is_taken = tiles.suits_hopper_backward(
+                detect(self._device), form.head_dim, form.itemsize
+            )
             may_pair = is_taken and not (is_early or pattern.batch)
             if may_pair and tiles.has_few_pieces(pattern, heads):
                 kinds.append("pairs")
         for kind in kinds:
-            self.of(kind, *form)
+            self.of(kind, form)

@@ -37,7 +37,9 @@ def eager_forward(monkeypatch):
 
     monkeypatch.setattr(function, "forward", staticmethod(forward))
     monkeypatch.setattr(
-        attention_launch, "launch_forward", lambda x, _, call: attention_forward(x, call)
+        attention_launch,
+        "launch_forward",
+        lambda x: attention_forward(x.tensors, x.common),
     )
 
 

@@ -54,15 +54,10 @@ class Form:
         # tokens that the layout's rows and columns cover
         self.extent_q = pattern.rows * pattern.block_q
         self.extent_k = pattern.cols * pattern.block_k
+        self.widest = max(head_dim, self.head_dim_v)
         # the arguments of the functions that choose a tile of queries
-        self.choice = (
-            max(head_dim, self.head_dim_v),
-            self.itemsize,
-            pattern.block_q,
-            self.group,
-            pattern.is_shared,
-            pattern.rows_alike,
-        )
+        sizes = self.platform, self.widest, self.itemsize, pattern.block_q
+        self.choice = *sizes, self.group, pattern.is_shared
         self.token_bytes = (head_dim + self.head_dim_v) * self.itemsize
         of_q, of_k, of_v = (Strides(*token_strides(t)) for t in (q, k, v))
         self._strides = {"q": of_q, "k": of_k, "v": of_v}
@@ -233,7 +228,8 @@ def is_served_as_is(x: Tensors) -> bool:
 
 def readable(x: Tensors) -> Tensors:
     """Return the tensors, copied where the kernels cannot read them; heads may become wider."""
-    return Tensors(whole_rows(x.q), whole_rows(x.k), whole_rows(x.v), *map(dense, x[3:]))
+    q, k, v, *others = x
+    return Tensors(*map(whole_rows, (q, k, v)), *map(dense, others))
 
 
 def rule_stride(x: Tensors) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,14 +48,14 @@ class RowGradients(QueryWalk):
 
     def __init__(self, form: Form, x: Tensors, dout: Tensor) -> None:
         """Take a call of the signature; the dout of later calls has the strides of this one."""
-        tile = hopper_dq_tile(max(x.q.shape[-1], form.head_dim_v))
+        tile = hopper_dq_tile(form.widest)
         # short = 0: sequences of any number of queries
         super().__init__(form, x, hopper_query_kernel, tile, 0, x.q.shape[-1])
         self._map_dout = self._map_rows(dout, self._wide_v)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format, device="meta")
         self._map_dq = MapForm(dq, tile.rows, self._wide, ragged=form.is_packed)
 
-    def __call__(self, x: Tensors, rows: RowTensors, walk: tuple[Tensor, ...], dq: Tensor) -> None:
+    def __call__(self, x: Tensors, rows: RowTensors, walk: Sequence[Tensor], dq: Tensor) -> None:
         """Fill ``dq``; ``walk`` is the forward's list."""
         grid, numbers = self._numbers(x)
         begin, whole, items, members = walk
@@ -181,7 +182,7 @@ class HopperBackward:
         self,
         x: Tensors,
         rows: RowTensors,
-        walk: tuple[Tensor, ...],
+        walk: Sequence[Tensor],
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,

@@ -11,7 +11,7 @@ from ...._linked.hopper.tickets import kept_ticket, new_ticket
 from ...._linked.hopper.tma import MapForm, MapLaunch, TensorMap
 from ...._linked.host.forms import Memory
 from ...._linked.launch.runtime import MAX_COUNTS
-from ...call import Tensors
+from ...call import Tensors, Walk
 from ...portable.form import Form, QueryTiles, launch_of, processors
 from ...tiles import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, padded_head_dim
 from ..arguments import QueryNumbers, QueryOptions, QueryTensors
@@ -65,8 +65,7 @@ class QueryWalk:
         # by numbers of tokens, in which packed calls of one signature differ
         self._work: Memory[tuple[int, QueryNumbers]] = Memory(MAX_COUNTS)
         pattern, constants = form.pattern, form.constants
-        widest = max(x.q.shape[-1], form.head_dim_v)
-        shape = hopper_shape(widest, pattern.block_q, form.group, pattern.is_shared)
+        shape = hopper_shape(form.widest, pattern.block_q, form.group, pattern.is_shared)
         queries = self._queries = QueryTiles(form, shape)
         wide, wide_v = self._wide, self._wide_v = tuple(
             max(PANEL, padded_head_dim(t.shape[-1])) for t in (x.q, x.v)
@@ -139,14 +138,14 @@ class HopperForward(QueryWalk):
 
     def __init__(self, form: Form, x: Tensors, is_kept: bool) -> None:
         """Take a call of the signature, and whether later calls reuse this object."""
-        tile = hopper_tile(max(x.q.shape[-1], form.head_dim_v))
+        tile = hopper_tile(form.widest)
         super().__init__(form, x, hopper_query_kernel, tile, SHORT, form.head_dim_v)
         self._ticket = kept_ticket if is_kept else new_ticket
         out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, self._wide_v, ragged=form.is_packed)
 
     def arguments(
-        self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
+        self, x: Tensors, walk: Walk, out: Tensor, lse: Tensor
     ) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
         """Return the arguments of the launch; an empty grid for tensors without tokens."""
         q, k = x.q, x.k
