@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._linear import checks
+from ._linear.call import Options, Tensors
 from ._linked.host.arguments import check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
@@ -121,8 +122,9 @@ def lightning_attn_func(
     # zigzag: two runs of each sequence, but one on the last rank, where both are adjacent
     has_two = shard == "zigzag" and at.rank < at.group_size - 1
     runs = 2 * q.shape[0] if has_two else q.shape[0]
-    x = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rates, initial_state
-    out, state = _apply(x, cut, runs, (factor, schedule, output_final_state), at, validate)
+    x = Tensors(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rates, None, initial_state)
+    options = Options(factor, schedule, output_final_state)
+    out, state = _apply(x, cut, runs, options, at, validate)
     return out.view(*q.shape[:2], *out.shape[1:]), state
 
 
@@ -191,8 +193,9 @@ def lightning_attn_varlen_func(
 
     cut, factor, rates = _agreed(checked, (q, k, v), at, validate)
     refuse_tangents((q, k, v, decay, initial_state))
-    x, runs = (q, k, v, rates, initial_state), plan.run_counts[at.rank]
-    return _apply(x, cut, runs, (factor, schedule, output_final_state), at, validate)
+    x = Tensors(q, k, v, rates, None, initial_state)
+    options = Options(factor, schedule, output_final_state)
+    return _apply(x, cut, plan.run_counts[at.rank], options, at, validate)
 
 
 def _agreed(checked: Callable[[], Any], x: tuple[Any, ...], at: Where, validate: Any) -> Any:
@@ -211,15 +214,10 @@ def _agreed(checked: Callable[[], Any], x: tuple[Any, ...], at: Where, validate:
 
 
 def _apply(
-    x: tuple[Any, ...],
-    cut: Cut,
-    runs: int,
-    options: tuple[float, str, bool],
-    at: Where,
-    validate: bool,
+    x: Tensors, cut: Cut, runs: int, options: Options, at: Where, validate: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Call the operators."""
-    q, _, v, decay, initial_state = x
+    q, k, v, decay, _, initial_state = x
     scale, schedule, has_final = options
     # states that are differentiated need the same precision as returned states
     is_exact = has_final or initial_state is not None or decay.requires_grad
@@ -231,5 +229,5 @@ def _apply(
         )
         of_values = q.detach(), v.detach(), decay.detach()
         compared = compare_calls(*of_values, *given, has_gradient)
-    out, _, final = call_forward(*x, *given, compared)
+    out, _, final = call_forward(q, k, v, decay, initial_state, *given, compared)
     return out, final if has_final else None

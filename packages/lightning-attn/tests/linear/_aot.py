@@ -71,7 +71,7 @@ def launch_cached(config: Config, seqlen: int = 4096) -> None:
     cache, slots = meta(9, config.heads, config.d, config.width), meta(2, dtype=torch.int32)
     flags = meta(2, dtype=torch.bool)
     x = CachedTensors(*config.inputs(seqlen), cache, slots, flags)
-    linear_launch.forward_cached(config.tokens(seqlen, config.width), x, 1.0, config.schedule)
+    linear_launch.forward_cached(x, config.tokens(seqlen, config.width), 1.0, config.schedule)
 
 
 def launch_backward(config: Config, seqlen: int = 4096) -> None:

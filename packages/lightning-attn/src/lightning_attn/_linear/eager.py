@@ -42,7 +42,7 @@ def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     return out, final if options.output_final_state else _absent(x.q)
 
 
-def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -> None:
+def forward_cached(x: CachedTensors, out: Tensor, scale: float, schedule: str) -> None:
     """Fill ``out``, and advance the sequences' slots of the cache."""
     out.zero_()
     q, k, v, decay, cu_seqlens, cache, slots, has_first = x
@@ -75,9 +75,9 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
     return torch.cat(outputs, dim=1), torch.stack(states, dim=2)
 
 
-def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
-    """Return the states after the last tokens of the walk."""
-    return all_sequences(x, Rule(reverse, write_scale=scale))[1]
+def final_state(x: Tensors, scale: float, reverse: bool, schedule: str) -> Tensor:
+    """Return the states after the last tokens; without queries."""
+    return all_sequences(Inputs(*x), Rule(reverse, write_scale=scale))[1]
 
 
 def read_gradient(x: BackwardTensors, scale: float, schedule: str) -> Tensor:

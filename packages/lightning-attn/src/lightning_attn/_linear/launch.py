@@ -161,7 +161,7 @@ def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     return out, _absent(x.q) if final is None else final
 
 
-def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -> None:
+def forward_cached(x: CachedTensors, out: Tensor, scale: float, schedule: str) -> None:
     """Fill ``out``, and advance the sequences' slots of the cache."""
     inputs = readable(_on_cache(x))
     walk = walk_of(inputs, schedule=schedule)
@@ -183,11 +183,11 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
     return walk.out(inputs, scale, walk.segment_states(inputs, states)), memory
 
 
-def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
-    """Return the states after the last tokens of the walk."""
-    final = states_like(x.key, x.value, None)
-    x = readable(x._replace(last=final))
-    Walk(x, write_scale=scale, reverse=reverse, schedule=schedule).finish(x)
+def final_state(x: Tensors, scale: float, reverse: bool, schedule: str) -> Tensor:
+    """Return the states after the last tokens; without queries."""
+    final = states_like(x.k, x.v, None)
+    inputs = readable(Inputs(*x, final))
+    Walk(inputs, write_scale=scale, reverse=reverse, schedule=schedule).finish(inputs)
     return final
 
 
@@ -253,8 +253,8 @@ def _on_cache(x: CachedTensors) -> Inputs:
 
 def readable_gradient(x: BackwardTensors) -> BackwardTensors:
     """Return the tensors, copied if kernels cannot read them."""
-    dout, q, k, v = map(aligned, x[:4])
-    return x._replace(dout=dout, q=q, k=k, v=v, decay=x.decay.contiguous())
+    dout, q, k, v, decay, *others = x
+    return BackwardTensors(*map(aligned, (dout, q, k, v)), decay.contiguous(), *others)
 
 
 def states_like(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -27,7 +27,6 @@ from .call import (
     Checked,
     CheckedStep,
     Gradients,
-    Inputs,
     Needs,
     Options,
     StepTensors,
@@ -63,8 +62,8 @@ def _forward_with_states_fake(x: Tensors, scale: float, block_size: int) -> tupl
     return x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1])), states
 
 
-def _final_state_fake(x: Inputs, *rest: Any) -> Tensor:
-    return _states(x.key, x.value, x.key.shape[0])
+def _final_state_fake(x: Tensors, *rest: Any) -> Tensor:
+    return _states(x.k, x.v, x.k.shape[0])
 
 
 def _read_gradient_fake(x: BackwardTensors, *rest: Any) -> Tensor:
@@ -87,12 +86,12 @@ def _nothing(*_arguments: Any) -> None:
 
 
 class _Operator(NamedTuple):
-    """An operator: its schema is flat, its implementations take structures."""
+    """An operator: its schema is flat, its implementations take structures of the same names."""
 
     schema: str
-    # turns flat arguments into those of the functions in ``eager`` and ``launch``
-    structures: Callable[..., tuple[Any, ...]]
-    # also takes structures
+    # what its implementations take first; further arguments follow in the order of the schema
+    structures: tuple[type[Any], ...]
+    # takes what the implementations take
     fake: Callable[..., Any]
 
 
@@ -101,61 +100,52 @@ _OPERATORS = {
     "forward": _Operator(
         f"({_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, float scale, str schedule, "
         "bool output_final_state) -> (Tensor out, Tensor final_state)",
-        lambda *x: (Tensors(*x[:-3]), Options(*x[-3:])),
+        (Tensors, Options),
         _forward_fake,
     ),
     # with a cache of states; writes rows and slots in place
     "forward_cached": _Operator(
         f"(Tensor(a!) out, {_INPUTS}, Tensor cu_seqlens, Tensor(b!) state_cache, "
         "Tensor? state_indices, Tensor? has_initial_state, float scale, str schedule) -> ()",
-        lambda out, *x: (out, CachedTensors(*x[:-2]), *x[-2:]),
+        (CachedTensors,),
         _nothing,
     ),
     # the states before every block of tokens, and after the last
     "forward_with_states": _Operator(
         f"({_INPUTS}, Tensor? initial_state, float scale, SymInt block_size) "
         "-> (Tensor out, Tensor states)",
-        lambda q, k, v, decay, initial_state, *options: (
-            Tensors(q, k, v, decay, None, initial_state),
-            *options,
-        ),
+        (Tensors,),
         _forward_with_states_fake,
     ),
     # only the final state, or in reverse the gradient of the initial state
     "final_state": _Operator(
         "(Tensor k, Tensor v, Tensor decay, Tensor? initial_state, float scale, bool reverse, "
         "str schedule) -> Tensor",
-        lambda k, v, decay, initial_state, *options: (
-            Inputs(None, k, v, decay, None, initial_state),
-            *options,
-        ),
+        (Tensors,),
         _final_state_fake,
     ),
     "read_gradient": _Operator(
         "(Tensor dout, Tensor k, Tensor v, Tensor decay, Tensor? cu_seqlens, "
         "Tensor? initial_state, float scale, str schedule) -> Tensor",
-        lambda dout, *x: (BackwardTensors(dout, None, *x[:-2]), *x[-2:]),
+        (BackwardTensors,),
         _read_gradient_fake,
     ),
     "write_gradients": _Operator(
         f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? dfinal_state, float scale, "
         "str schedule, bool needs_dinitial) -> (Tensor dk, Tensor dv, Tensor dinitial_state)",
-        lambda dout, q, k, v, decay, cu_seqlens, dfinal_state, *options: (
-            BackwardTensors(dout, q, k, v, decay, cu_seqlens, None, dfinal_state),
-            *options,
-        ),
+        (BackwardTensors,),
         _write_gradients_fake,
     ),
     "decay_gradient": _Operator(
         f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, "
         "Tensor? dfinal_state, float scale) -> Tensor",
-        lambda *x: (BackwardTensors(*x[:-1]), x[-1]),
+        (BackwardTensors,),
         _decay_gradient_fake,
     ),
     "decode": _Operator(
         "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state_cache, Tensor decay, "
         "Tensor slot_idx, Tensor(c!)? states_out, float scale) -> ()",
-        lambda *x: (StepTensors(*x[:-1]), x[-1]),
+        (StepTensors,),
         _nothing,
     ),
 }
@@ -167,7 +157,7 @@ _BACKWARD = ("read_gradient", "write_gradients", "decay_gradient")
 def _check_values(*structures: Any) -> None:
     """Check the data of CPU tensors; traces do not run this."""
     for x in structures:
-        if isinstance(x, (Tensors, CachedTensors, Inputs, StepTensors)):
+        if isinstance(x, (Tensors, CachedTensors, StepTensors)):
             validate_decay(x.decay)
         if isinstance(x, (Tensors, CachedTensors)) and x.cu_seqlens is not None:
             validate_varlen(x.q, x.cu_seqlens)
@@ -177,30 +167,38 @@ def _check_values(*structures: Any) -> None:
             validate_slots(x.slot_idx, x.state_cache, "slot_idx")
 
 
-def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> Any:
+def _define(
+    name: str, schema: str, structures: tuple[type[Any], ...], fake: Callable[..., Any]
+) -> Any:
     """Define an operator for the CPU, for GPUs and for traces."""
+
+    def by_name(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = dict(zip((x.name for x in operator._schema.arguments), arguments, strict=True))
+        made = (kind(**{x: given.pop(x, None) for x in kind._fields}) for kind in structures)
+        return *made, *given.values()
 
     def kernels(*arguments: Any) -> Any:
         from . import launch
 
-        return getattr(launch, name)(*structures(*arguments))
+        return getattr(launch, name)(*by_name(arguments))
 
     def eager(*arguments: Any) -> Any:
         # under autocast the products within would be rounded to 16 bits
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return getattr(linear_eager, name)(*structures(*arguments))
+            return getattr(linear_eager, name)(*by_name(arguments))
 
     def check(*arguments: Any) -> None:
-        _check_values(*structures(*arguments))
+        _check_values(*by_name(arguments))
 
-    return register(
+    operator = register(
         f"{NAMESPACE}::{name}",
         schema,
-        fake=lambda *arguments: fake(*structures(*arguments)),
+        fake=lambda *arguments: fake(*by_name(arguments)),
         kernels=kernels,
         eager=eager,
         check=None if name in _BACKWARD else check,
     )
+    return operator
 
 
 forward, forward_cached, forward_with_states, final_state, *_gradient_operators, decode = (
@@ -216,16 +214,14 @@ for _operator in _gradient_operators:
 def _gradients(x: BackwardTensors, needs: Needs, options: Options) -> Gradients:
     """Return the needed gradients, by operators."""
     dq = dk = dv = ddecay = dinitial = None
-    scale, schedule, _ = options
+    how = options.scale, options.schedule
     *inputs, initial_state, dfinal_state = x
     if needs.q:
-        dq = read_gradient(x.dout, x.k, x.v, x.decay, x.cu_seqlens, initial_state, scale, schedule)
+        dq = read_gradient(x.dout, x.k, x.v, x.decay, x.cu_seqlens, initial_state, *how)
     if needs.k or needs.v or needs.initial_state:
-        dk, dv, dinitial = write_gradients(
-            *inputs, dfinal_state, scale, schedule, needs.initial_state
-        )
+        dk, dv, dinitial = write_gradients(*inputs, dfinal_state, *how, needs.initial_state)
     if needs.decay:
-        ddecay = decay_gradient(*x, scale)
+        ddecay = decay_gradient(*x, options.scale)
     return Gradients(dq, dk, dv, ddecay, dinitial if needs.initial_state else None)
 
 
@@ -247,16 +243,16 @@ class _LightningAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, decay, cu_seqlens, initial_state = ctx.saved_tensors
+        given = Tensors(*ctx.saved_tensors)
         *needed, _, needs_dinitial, _ = ctx.needs_input_grad
         options, plan = ctx.known
         if dout is None:
-            dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+            dout = given.q.new_zeros((*given.q.shape[:-1], given.v.shape[-1]))
         if not options.output_final_state:
             dfinal = None
-        x = BackwardTensors(dout, q, k, v, decay, cu_seqlens, initial_state, dfinal)
+        x = BackwardTensors(dout, *given, dfinal)
         needs = Needs._make((*needed, needs_dinitial))
-        others = (dout, dfinal, initial_state, cu_seqlens)
+        others = (dout, dfinal, x.initial_state, x.cu_seqlens)
         if plan is not None and may_skip_operator(*others) and plan.fits(x):
             grads = plan.backward(x, needs)
         else:

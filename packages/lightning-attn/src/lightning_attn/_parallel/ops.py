@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from .._linear import ops
-from .._linear.call import BackwardTensors
-from .._linked.host.operators import differentiable, no_second_derivative, register
-from .passes import Sharded, backward, claims_of, compare, forward
+from .._linked.host.operators import (
+    differentiable,
+    no_second_derivative,
+    register,
+    structured,
+)
+from .passes import BackwardCall, ForwardCall, Sharded, backward, claims_of, compare, forward
 
 _OPTIONS = (
     "float scale, str schedule, bool is_exact, bool has_final, Tensor? lengths, SymInt[] numbers, "
@@ -31,9 +35,8 @@ def _backend(name: str) -> Any:
     return launch
 
 
-def _compare(*given: Any) -> Tensor:
-    q: Tensor
-    q, v, decay, *options, has_gradient = given
+def _compare(q: Tensor, v: Tensor, decay: Tensor, *given: Any) -> Tensor:
+    *options, has_gradient = given
     known = Sharded(*options)
     compare(claims_of(q, v, known, has_gradient), decay, known.group, q.device)
     return q.new_empty((0,))
@@ -41,20 +44,16 @@ def _compare(*given: Any) -> Tensor:
 
 def _forward_by(name: str) -> Any:
     def implementation(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, decay, initial_state, *options, _ = given
-        known = Sharded(*options)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return forward(_backend(name), q, k, v, decay, initial_state, known)
+            return forward(_backend(name), structured(ForwardCall, given))
 
     return implementation
 
 
 def _backward_by(name: str) -> Any:
     def implementation(*given: Any) -> tuple[Tensor, ...]:
-        dout, q, k, v, decay, before, dfinal, needs, *options = given
-        x = BackwardTensors(dout, q, k, v, decay, None)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return backward(_backend(name), x, before, dfinal, needs, Sharded(*options))
+            return backward(_backend(name), structured(BackwardCall, given))
 
     return implementation
 
@@ -63,8 +62,8 @@ def _compare_fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((0,))
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    known = Sharded(*rest[2:-1])
+def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, _, v, _, _, known, _ = structured(ForwardCall, given)
     states, final = (
         q.new_empty((rows, *q.shape[1:], v.shape[2]), dtype=torch.float32)
         for rows in (known.runs + known.finals, known.finals)
@@ -73,11 +72,11 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 
 
 def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, q, k, v, decay, _, _, needs, *options = given
+    _, q, k, v, decay, _, _, needs, known = structured(BackwardCall, given)
     needs_q, needs_kv, needs_decay, needs_initial, _ = needs
     absent = (0,)
     writes = needs_kv or needs_initial
-    initial = (Sharded(*options).batch, q.shape[1], q.shape[2], v.shape[2])
+    initial = (known.batch, q.shape[1], q.shape[2], v.shape[2])
     return (
         q.new_empty(q.shape if needs_q else absent),
         k.new_empty(k.shape if writes else absent),
@@ -119,8 +118,7 @@ sharded_backward = register(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Save what the derivative needs."""
-    q, k, v, decay, initial_state, *options, _ = inputs
-    known = Sharded(*options)
+    q, k, v, decay, initial_state, known, _ = structured(ForwardCall, inputs)
     _, states, _ = output
     ctx.save_for_backward(q, k, v, decay, states, known.lengths)
     ctx.options, ctx.has_initial = known._replace(lengths=None), initial_state is not None

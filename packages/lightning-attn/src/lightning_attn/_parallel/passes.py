@@ -59,6 +59,33 @@ class Sharded(NamedTuple):
         return self.batch if self.has_final else 0
 
 
+class ForwardCall(NamedTuple):
+    """The arguments of the forward operator."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    initial_state: Tensor | None
+    options: Sharded
+    # the result of the comparison, which comes first
+    compared: Tensor | None
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the backward operator."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    states: Tensor  # before the runs
+    dfinal_state: Tensor | None
+    needs: list[bool]
+    options: Sharded
+
+
 class Exchange:
     """A pending all-gather of states."""
 
@@ -81,16 +108,9 @@ class Exchange:
         return self._all
 
 
-def forward(
-    backend: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    options: Sharded,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(backend: Any, call: ForwardCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the states before the runs (for the backward), and the final states."""
+    q, k, v, decay, initial_state, options, _ = call
     table = options.table
     on = table.on(q.device)
     runs = len(table.runs)
@@ -118,27 +138,21 @@ def forward(
     return out, before, final
 
 
-def backward(
-    backend: Any,
-    x: BackwardTensors,
-    before: Tensor,
-    dfinal: Tensor | None,
-    needs: list[bool],
-    options: Sharded,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(backend: Any, call: BackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, and this rank's share of the gradients of decays and initial states."""
+    dout, q, k, v, decay, before, dfinal, needs, options = call
     table = options.table
-    on = table.on(x.k.device)
+    on = table.on(k.device)
     needs_q, needs_kv, needs_decay, needs_initial, has_initial = needs
     runs = len(table.runs)
-    absent = x.k.new_empty((0,))
+    absent = k.new_empty((0,))
     dq = dk = dv = absent
-    x = x._replace(cu_seqlens=on.cu_seqlens)
+    x = BackwardTensors(dout, q, k, v, decay, on.cu_seqlens)
     if has_initial or table.arrives_earlier:
         x = x._replace(initial_state=before[:runs])
     exchange = kept = None
     if table.sends + table.finals:
-        message = _states(x.k, x.v, table.sends + table.finals)
+        message = _states(k, v, table.sends + table.finals)
         if table.sends:
             # the walk of dv, started from zero
             gradients = x._replace(dfinal_state=None).walk_of_dv()
@@ -154,7 +168,7 @@ def backward(
     if exchange is not None:
         every = exchange.wait()
         if table.arrives_later:
-            x = x._replace(dfinal_state=backend.arrive(every, x.decay, None, on.later))
+            x = x._replace(dfinal_state=backend.arrive(every, decay, None, on.later))
     dfirst = absent
     if needs_kv or needs_initial:
         dk, dv, dfirst = backend.write_gradients_of_runs(x, kept, needs_initial, options)
@@ -163,7 +177,7 @@ def backward(
         ddecay = backend.decay_gradient(x, options.scale)
     dinitial = absent
     if needs_initial:
-        dinitial = _states(x.k, x.v, table.batch).zero_()
+        dinitial = _states(k, v, table.batch).zero_()
         if table.starts:
             rows, sequences = on.first_rows[: table.starts], on.first_sequences[: table.starts]
             dinitial.index_copy_(0, sequences, dfirst.index_select(0, rows))
