@@ -92,9 +92,9 @@ def blocksparse_attn_func(
         options = checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
         check_flag("deterministic", deterministic)
         checks.check_layout(layout, q, k, q.shape[0])
-        checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
+        checks.check_cover(layout, k, bounds, options.top_left)
         known = ops.checked(x, layout, bounds, options, form, any(must_repeat))
     out, lse = ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
@@ -183,7 +183,7 @@ def blocksparse_attn_varlen_func(
             checks.check_block_table(q, k, v, batch, block_table)
         checks.check_layout(layout, q, k, batch)
     top_left = is_top_left(align)
-    checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
+    checks.check_cover(layout, k, bounds, top_left, block_table)
     if known is None:
         known = ops.checked(x, layout, bounds, options, form, any(must_repeat))
     out, lse = ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)

@@ -27,7 +27,7 @@ from .._linked.host.arguments import (
     kind,
 )
 from ..layout import BlockSparseLayout
-from .call import Options
+from .call import Bounds, Options, Tensors
 
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
@@ -90,26 +90,19 @@ def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = Fa
     _check_heads(q, k)
 
 
-def check_values(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_table: Tensor | None,
-) -> None:
+def check_values(x: Tensors, bounds: Bounds) -> None:
     """Check the values of offsets and page numbers; this waits for a GPU."""
-    check_offset_values(
-        "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
-    )
-    starts = cu_seqlens_k.tolist()
-    tokens = k.shape[0] if block_table is None else max(starts)
-    check_offset_values("cu_seqlens_k", starts, tokens, "max_seqlen_k", max_seqlen_k)
-    if block_table is None:
+    if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
         return
-    pages, page_size = k.shape[:2]
-    for b, row in enumerate(block_table.tolist()):
+    longest_q, longest_k = bounds
+    starts_q, starts = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
+    check_offset_values("cu_seqlens_q", starts_q, x.q.shape[0], "max_seqlen_q", longest_q)
+    tokens = x.k.shape[0] if x.block_table is None else max(starts)
+    check_offset_values("cu_seqlens_k", starts, tokens, "max_seqlen_k", longest_k)
+    if x.block_table is None:
+        return
+    pages, page_size = x.k.shape[:2]
+    for b, row in enumerate(x.block_table.tolist()):
         used = -(-(starts[b + 1] - starts[b]) // page_size)
         for i, page in enumerate(row[:used]):
             if not 0 <= page < pages:
@@ -168,21 +161,21 @@ def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) ->
 def check_cover(
     layout: BlockSparseLayout,
     k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    bounds: Bounds,
     top_left: bool,
     block_table: Tensor | None = None,
 ) -> None:
     """Check that the layout's rows cover all positions of queries, and the pages all keys."""
     side = layout.block_size[0]
-    what, needed = ("queries", max_seqlen_q) if top_left else ("keys", max_seqlen_k)
+    longest_q, longest_k = bounds
+    what, needed = ("queries", longest_q) if top_left else ("keys", longest_k)
     if needed > layout.num_rows * side:
         raise ValueError(
             f"layout must cover the {what}, {needed}, with its rows, got {layout.num_rows} "
             f"rows of {side}: {cdiv(needed, side)} are needed"
         )
     if block_table is not None:
-        check_pages(k, max_seqlen_k, block_table)
+        check_pages(k, longest_k, block_table)
 
 
 def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:

@@ -111,15 +111,9 @@ def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
     return attention_forward(call.tensors, call.common)
 
 
-def _check_values(x: Tensors, bounds: Bounds) -> None:
-    """Check the values of offsets and pages on the CPU; a trace never calls this."""
-    if x.cu_seqlens_q is not None and x.cu_seqlens_k is not None:
-        check_values(x.q, x.k, x.cu_seqlens_q, x.cu_seqlens_k, *bounds, x.block_table)
-
-
 def _check_forward(*arguments: Any) -> None:
     call = structured(ForwardCall, arguments)
-    _check_values(call.tensors, call.common.bounds)
+    check_values(call.tensors, call.common.bounds)
 
 
 def _backward_triton(*arguments: Any) -> Grads:
@@ -353,7 +347,7 @@ def attention(
         lists = walks.tall, walks.short, *walks.backward
         return _call_forward(*tensors, *lists, *call.arguments)  # type: ignore[no-any-return]
     if x.q.is_cpu:
-        _check_values(x, bounds)
+        check_values(x, bounds)
     if _needs_grad(x):
         return _Planned.apply(x.q, x.k, x.v, x, layout, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
     return plan.forward(x, walks, bounds)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockSparseLayout
-from .call import Options
+from .call import Bounds, Options
 from .checks import check_cover, check_layout, check_options, check_reference
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -40,7 +40,7 @@ def blocksparse_attention_reference(
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     batch, seqlen_q, heads_q, _ = q.shape
     check_layout(layout, q, k, batch)
-    check_cover(layout, k, seqlen_q, k.shape[1], options.top_left)
+    check_cover(layout, k, Bounds(seqlen_q, k.shape[1]), options.top_left)
     packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     places = sequences(starts_of(q), starts_of(k))
     out, lse = packed_attention(*packed, places, None, layout, options)
@@ -74,7 +74,8 @@ def blocksparse_varlen_attention_reference(
     check_reference(q, k, v, 3, block_table is not None)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
-    check_cover(layout, k, max_seqlen_q, max_seqlen_k, options.top_left, block_table)
+    bounds = Bounds(max_seqlen_q, max_seqlen_k)
+    check_cover(layout, k, bounds, options.top_left, block_table)
     places = sequences(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     out, lse = packed_attention(q, k, v, places, block_table, layout, options)
     out = out.to(q.dtype)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from .._linked.host import arguments
 from . import checks
+from .call import Bounds, Tensors
 
 
 def validate_varlen(
@@ -46,4 +47,5 @@ def validate_varlen(
     if block_table is not None:
         checks.check_block_table(q.detach(), k.detach(), k.detach(), batch, block_table)
         checks.check_pages(k, max_seqlen_k, block_table)
-    checks.check_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    x = Tensors(q, k, k, cu_seqlens_q, cu_seqlens_k, block_table)
+    checks.check_values(x, Bounds(max_seqlen_q, max_seqlen_k))
