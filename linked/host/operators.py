@@ -21,20 +21,23 @@ S = TypeVar("S")
 Implementation = Callable[..., Any]
 
 
-# types of the fields of structures, as a schema spells them
+# types of the fields of structures, as a schema spells them, unless they are annotated with it
 _SPELLED = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     int: "SymInt",
     float: "float",
     bool: "bool",
+    str: "str",
+    list[int]: "SymInt[]",
+    list[bool]: "bool[]",
     torch.dtype | None: "ScalarType?",
 }
 
 
 @cache
 def _fields_of(structure: type) -> dict[str, Any]:
-    return get_type_hints(structure)
+    return get_type_hints(structure, include_extras=True)
 
 
 def schema_of(structure: Any) -> str:
@@ -49,7 +52,8 @@ def schema_of(structure: Any) -> str:
         else:
             default = structure._field_defaults.get(name)
             is_optional_flag = kind is bool and default is not None
-            spelled.append(f"{_SPELLED[kind]} {name}{f'={default}' if is_optional_flag else ''}")
+            (words,) = getattr(kind, "__metadata__", None) or (_SPELLED[kind],)
+            spelled.append(f"{words} {name}{f'={default}' if is_optional_flag else ''}")
     return ", ".join(spelled)
 
 

@@ -108,7 +108,7 @@ class Config:
             torch.empty(heads, n, dtype=torch.int32, device="meta") for n in (rows + 1, rows * 8)
         )
         blocks = Blocks(crow, col, cols, *self.block, self.alike)
-        options = Options(self.head_dim**-0.5, self.causal, 4 if self.short else 1)
+        options = Options(self.head_dim**-0.5, self.causal, 4 if self.short else 1, False)
         return Common(blocks, 64, Bounds(seqlen_q, seqlen_k), options, self.rule(seqlen_k))
 
 

@@ -68,7 +68,7 @@ def test_what_nobody_sees_costs_nothing(rule):
     layout = patterns.sliding_window(tokens, 2, 0, 64).with_token_rule(rule)
     q = torch.randn(1, tokens, heads, width)
     x = Tensors(q, q, q, rule=layout._rule)
-    call = ops._call_of(x, layout, Bounds(tokens, tokens), Options(0.25, True, 1))
+    call = ops._call_of(x, layout, Bounds(tokens, tokens), Options(0.25, True, 1, False))
     with Sizes() as forward:
         out, lse = attention_forward(x, call)
     with Sizes() as backward:
@@ -85,7 +85,7 @@ def test_short_sequences_are_a_tile_of_all_heads():
     layout = BlockSparseLayout.local_strided(8, 256, 16, 2, 4)
     q = torch.randn(1, 128, 8, 16)
     x = Tensors(q, q, q)
-    call = ops._call_of(x, layout, Bounds(128, 128), Options(0.25, True, 1))
+    call = ops._call_of(x, layout, Bounds(128, 128), Options(0.25, True, 1, False))
     with Sizes() as forward:
         attention_forward(x, call)
     assert forward.calls == 2

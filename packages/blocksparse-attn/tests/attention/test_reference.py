@@ -71,7 +71,7 @@ def test_eager_derivative_is_autograds(seqlens):
     out, lse = case.reference(*leaves, layout, return_lse=True)
     dout, dlse = incoming(out, lse)
     want = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    options = Options(8**-0.5, True, 1)
+    options = Options(8**-0.5, True, 1, False)
     x = Tensors(*(t.detach() for t in leaves))
     call = ops._call_of(x, layout, Bounds(*seqlens), options)
     got = attention_backward(x, call, dout, lse.detach(), dlse)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+# an int that traces compile in
+Fixed = Annotated[int, "int"]
 # number of tensors in :class:`.._layout.lists.Pairs`
 PAIRS = 6
 
@@ -43,7 +45,7 @@ class ListForm(NamedTuple):
 
     group: int  # query heads per key head
     head_dim: int  # max(head_dim, head_dim_v)
-    itemsize: int  # bytes per element
+    itemsize: Fixed  # bytes per element
     causal: bool
 
 
@@ -52,9 +54,9 @@ class Options(NamedTuple):
 
     softmax_scale: float
     causal: bool
-    num_splits: int
+    num_splits: Fixed
     # query i stands at position i; otherwise at i + seqlen_k - seqlen_q
-    top_left: bool = False
+    top_left: bool
 
 
 class Bounds(NamedTuple):
@@ -70,8 +72,8 @@ class Blocks(NamedTuple):
     crow: Tensor
     col: Tensor
     cols: int
-    block_q: int
-    block_k: int
+    block_q: Fixed
+    block_k: Fixed
     rows_alike: bool
 
 
@@ -114,7 +116,7 @@ class Common(NamedTuple):
 
 
 # the tensors of a list; None if no kernel walks it: AOTInductor takes no empty list
-Walk = Sequence[Tensor] | None
+Walk = Annotated[Sequence[Tensor] | None, "Tensor[]?"]
 
 
 class BackwardWalks(NamedTuple):

@@ -27,6 +27,7 @@ from .._linked.host.operators import (
     may_skip_operator,
     no_second_derivative,
     register,
+    schema_of,
     structured,
     without_repeats,
 )
@@ -58,12 +59,6 @@ from .tiles import (
 )
 
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
-
-_LAYOUT = "Tensor crow, Tensor col, SymInt cols, int block_q, int block_k, bool rows_alike"
-_COMMON = (
-    f"{_LAYOUT}, SymInt max_row, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
-    "bool causal, int num_splits, bool top_left, Tensor? rule"
-)
 
 
 def _made_of(call: PlanCall) -> Any:
@@ -145,17 +140,14 @@ def _backward_eager(*arguments: Any) -> Grads:
 
 plan = register(
     f"{NAMESPACE}::plan",
-    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind, "
-    "Tensor? rule) -> Tensor[]",
+    f"({schema_of(PlanCall)}) -> Tensor[]",
     fake=_plan_fake,
     kernels=_plan,
     eager=_plan,
 )
 forward = register(
     f"{NAMESPACE}::forward",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? block_table, Tensor[]? tall, Tensor[]? short, Tensor[]? by_query, Tensor[]? by_key, "
-    f"Tensor[]? pairs, {_COMMON}) -> (Tensor out, Tensor lse)",
+    f"({schema_of(ForwardCall)}) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -163,9 +155,7 @@ forward = register(
 )
 backward = register(
     f"{NAMESPACE}::backward",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[]? by_query, Tensor[]? by_key, "
-    f"Tensor[]? pairs, {_COMMON}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"({schema_of(BackwardCall)}) -> (Tensor dq, Tensor dk, Tensor dv)",
     fake=_backward_fake,
     kernels=_backward_triton,
     eager=_backward_eager,

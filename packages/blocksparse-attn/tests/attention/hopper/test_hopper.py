@@ -62,7 +62,7 @@ def pattern_of(block_q: int, block_k: int, shared: bool = False) -> Pattern:
 )
 def test_serves(head_dim, head_dim_v, dtype, block, causal, taken):
     q, v = (torch.empty(1, 20, 2, d, dtype=dtype, device="meta") for d in (head_dim, head_dim_v))
-    x, pattern, options = Tensors(q, q, v), pattern_of(*block), Options(0.1, causal, 0)
+    x, pattern, options = Tensors(q, q, v), pattern_of(*block), Options(0.1, causal, 0, False)
     with absent_gpu(HOPPER):
         assert takes_hopper_forward(x, pattern, options) == taken
         for scale in (0.0, -1.0, 1e-60):
@@ -128,7 +128,7 @@ def test_who_takes_half_steps(block, cols, shared, causal, taken):
     """The lists and the launch agree; the layout decides, and whether a call is packed does not."""
     from blocksparse_attn._attention.launch import Plan
 
-    pattern, options = Pattern(shared, 4, cols, *block, False, 4), Options(0.1, causal, 0)
+    pattern, options = Pattern(shared, 4, cols, *block, False, 4), Options(0.1, causal, 0, False)
     q, k = (torch.empty(40, n, 128, dtype=torch.bfloat16, device="meta") for n in (4, 2))
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     with absent_gpu(HOPPER):
@@ -184,7 +184,7 @@ def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
     x = Tensors(q, k, k, cu, cu) if packed else Tensors(q[None], k[None], k[None])
     walk = tuple(torch.zeros(5, dtype=torch.int64) for _ in range(4))
     with recording(HOPPER) as launches:
-        plan = Plan(x, pattern_of(64, 64), Options(0.1, True, 1))
+        plan = Plan(x, pattern_of(64, 64), Options(0.1, True, 1, False))
         out, lse = plan.forward(x, Walks(tall=walk), Bounds(200, 200))
     assert not launches
     assert not out.any()

@@ -174,7 +174,7 @@ def plan_of(config, tokens, batch=2):
     )
     cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if config.packed else None
     x = Tensors(q, k, v, cu, cu)
-    options = Options(0.1, config.causal, 1)
+    options = Options(0.1, config.causal, 1, False)
     form = Form(x, pattern_of(*config.block, config.shared), options)
     plan = HopperBackward(form)
     numbers = torch.empty(batch, 8, tokens, device="meta")

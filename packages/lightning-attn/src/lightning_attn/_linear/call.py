@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class CachedTensors(NamedTuple):
     v: Tensor
     decay: Tensor
     cu_seqlens: Tensor
-    state_cache: Tensor
+    state_cache: Annotated[Tensor, "Tensor(b!)"]
     state_indices: Tensor | None
     has_initial_state: Tensor | None
 
@@ -39,7 +39,7 @@ class BackwardTensors(NamedTuple):
 
     dout: Tensor
     # a tensor, or None if only the gradient of q is needed
-    q: Any
+    q: Annotated[Any, "Tensor"]
     k: Tensor
     v: Tensor
     decay: Tensor
@@ -86,14 +86,14 @@ class Inputs(NamedTuple):
 class StepTensors(NamedTuple):
     """The tensors of a decoding step, in the order of the operator."""
 
-    out: Tensor
+    out: Annotated[Tensor, "Tensor(a!)"]
     q: Tensor
     k: Tensor
     v: Tensor
-    state_cache: Tensor
+    state_cache: Annotated[Tensor, "Tensor(b!)"]
     decay: Tensor
     slot_idx: Tensor
-    states_out: Tensor | None
+    states_out: Annotated[Tensor | None, "Tensor(c!)?"]
 
 
 class Options(NamedTuple):

@@ -18,6 +18,7 @@ from .._linked.host.operators import (
     may_skip_operator,
     no_second_derivative,
     register,
+    schema_of,
     without_repeats,
 )
 from . import eager as linear_eager
@@ -98,15 +99,13 @@ class _Operator(NamedTuple):
 _OPERATORS = {
     # final_state is empty if not needed
     "forward": _Operator(
-        f"({_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, float scale, str schedule, "
-        "bool output_final_state) -> (Tensor out, Tensor final_state)",
+        f"({schema_of(Tensors)}, {schema_of(Options)}) -> (Tensor out, Tensor final_state)",
         (Tensors, Options),
         _forward_fake,
     ),
     # with a cache of states; writes rows and slots in place
     "forward_cached": _Operator(
-        f"(Tensor(a!) out, {_INPUTS}, Tensor cu_seqlens, Tensor(b!) state_cache, "
-        "Tensor? state_indices, Tensor? has_initial_state, float scale, str schedule) -> ()",
+        f"(Tensor(a!) out, {schema_of(CachedTensors)}, float scale, str schedule) -> ()",
         (CachedTensors,),
         _nothing,
     ),
@@ -137,14 +136,12 @@ _OPERATORS = {
         _write_gradients_fake,
     ),
     "decay_gradient": _Operator(
-        f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, "
-        "Tensor? dfinal_state, float scale) -> Tensor",
+        f"({schema_of(BackwardTensors)}, float scale) -> Tensor",
         (BackwardTensors,),
         _decay_gradient_fake,
     ),
     "decode": _Operator(
-        "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state_cache, Tensor decay, "
-        "Tensor slot_idx, Tensor(c!)? states_out, float scale) -> ()",
+        f"({schema_of(StepTensors)}, float scale) -> ()",
         (StepTensors,),
         _nothing,
     ),

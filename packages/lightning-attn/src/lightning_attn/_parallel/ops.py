@@ -15,14 +15,10 @@ from .._linked.host.operators import (
     differentiable,
     no_second_derivative,
     register,
+    schema_of,
     structured,
 )
-from .passes import BackwardCall, ForwardCall, Sharded, backward, claims_of, compare, forward
-
-_OPTIONS = (
-    "float scale, str schedule, bool is_exact, bool has_final, Tensor? lengths, SymInt[] numbers, "
-    "SymInt runs, str group"
-)
+from .passes import BackwardCall, CompareCall, ForwardCall, backward, claims_of, compare, forward
 
 
 def _backend(name: str) -> Any:
@@ -35,11 +31,10 @@ def _backend(name: str) -> Any:
     return launch
 
 
-def _compare(q: Tensor, v: Tensor, decay: Tensor, *given: Any) -> Tensor:
-    *options, has_gradient = given
-    known = Sharded(*options)
-    compare(claims_of(q, v, known, has_gradient), decay, known.group, q.device)
-    return q.new_empty((0,))
+def _compare(*given: Any) -> Tensor:
+    call = structured(CompareCall, given)
+    compare(claims_of(call), call.decay, call.options.group, call.q.device)
+    return call.q.new_empty((0,))
 
 
 def _forward_by(name: str) -> Any:
@@ -89,7 +84,7 @@ def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
 # the empty result orders its consumers after the comparison
 compare_calls = register(
     f"{ops.NAMESPACE}::compare_calls",
-    f"(Tensor q, Tensor v, Tensor decay, {_OPTIONS}, bool has_gradient) -> Tensor",
+    f"({schema_of(CompareCall)}) -> Tensor",
     fake=_compare_fake,
     kernels=_compare,
     eager=_compare,
@@ -97,8 +92,7 @@ compare_calls = register(
 )
 sharded_forward = register(
     f"{ops.NAMESPACE}::sharded_forward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? initial_state, {_OPTIONS}, "
-    "Tensor? compared) -> (Tensor out, Tensor states, Tensor final)",
+    f"({schema_of(ForwardCall)}) -> (Tensor out, Tensor states, Tensor final)",
     fake=_forward_fake,
     kernels=_forward_by("kernels"),
     eager=_forward_by("eager"),
@@ -106,8 +100,7 @@ sharded_forward = register(
 )
 sharded_backward = register(
     f"{ops.NAMESPACE}::sharded_backward",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor decay, Tensor states, "
-    f"Tensor? dfinal_state, bool[] needs, {_OPTIONS}) "
+    f"({schema_of(BackwardCall)}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dinitial_state)",
     fake=_backward_fake,
     kernels=_backward_by("kernels"),

@@ -59,6 +59,16 @@ class Sharded(NamedTuple):
         return self.batch if self.has_final else 0
 
 
+class CompareCall(NamedTuple):
+    """The arguments of the operator that compares calls."""
+
+    q: Tensor
+    v: Tensor
+    decay: Tensor
+    options: Sharded
+    has_gradient: bool
+
+
 class ForwardCall(NamedTuple):
     """The arguments of the forward operator."""
 
@@ -227,8 +237,9 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def claims_of(q: Tensor, v: Tensor, options: Sharded, has_gradient: bool) -> list[str]:
+def claims_of(call: CompareCall) -> list[str]:
     """Return texts about a call that have to be the same on every rank."""
+    q, v, _, options, has_gradient = call
     layout = options.layout
     return [
         str(q.dtype),
