@@ -276,9 +276,9 @@ def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
             tokens_k=tokens - shift,
             tiles=tiles,
         ),
-        OPTIONS=RoundingOptions(
+        **RoundingOptions(
             HAS_RIGHT=True, BLOCK_M=block_m, HEAD_DIM=head_dim, WIDE=panels[0], NARROW=panels[1]
-        ),
+        )._asdict(),
         num_warps=4,
     )
     lines = torch.arange(64)[:, None]

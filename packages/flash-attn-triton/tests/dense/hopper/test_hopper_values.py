@@ -58,13 +58,13 @@ def run_transposition(v, descales=(None,) * 3, *, window_left=-1, starts=None, u
     transpose_values[(slots * heads,)](
         *ValuesTensors(v, out, factors, *descales, *starts, used),
         *flat(numbers),
-        OPTIONS=ValuesOptions(
+        **ValuesOptions(
             HEAD_DIM=width,
             HAS_LEFT=window_left >= 0,
             DESCALE_PER_HEAD=any(d is not None and d.numel() > 1 for d in descales),
             BLOCK_N=BLOCK_N,
             BLOCK_D=wide,
-        ),
+        )._asdict(),
     )
     return out, factors
 

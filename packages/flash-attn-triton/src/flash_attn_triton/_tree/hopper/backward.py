@@ -7,14 +7,13 @@ sums of dq lie. So the consumers walk one list of tiles: first masked tiles, the
 
 from __future__ import annotations
 
-from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors
+from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors, Tile
 from ..._dense.hopper.backward.blocks import DQ_TILE, FIRST_ROW, locate_keys, query_tiles
-from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline, sums_of
+from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline
 from ..._dense.hopper.backward.producer import INF, await_consumers, copy_block
-from ..._dense.hopper.backward.steps import MADE, PARTIES, consume
+from ..._dense.hopper.backward.steps import MADE, PARTIES, adds_by_threads, consume
 from ..._dense.hopper.backward.structures import Block, Panels, Program, Walk
 from ..._dense.hopper.backward.wide import GIVEN, consume_gradients, consume_scores
-from ..._dense.hopper.constants import named
 from ..._dense.hopper.panels import copy_tile, expect_tiles
 from ..._linked.hopper.compat import gl, gluon, mbarrier
 from ..._linked.hopper.gradients import ROWS
@@ -143,27 +142,27 @@ def tree_backward_kernel(
     maps: Maps,
     tensors: BackwardTensors,
     numbers: BackwardNumbers,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
     ``p = exp2(s - lse2)`` and ``ds = p (dout v^T - delta)``, over the queries of the block's
     segment and of all segments below.
     """
-    CALL: gl.constexpr = named(OPTIONS)
-    SHAPE: gl.constexpr = named(TILE)
     # the consumers' list contains the tiles of all heads, as if there were one head
     LISTED: gl.constexpr = Options(
         GROUP=1,
-        HAS_LEFT=CALL.HAS_LEFT,
-        HAS_RIGHT=CALL.HAS_RIGHT,
-        HAS_SOFTCAP=CALL.HAS_SOFTCAP,
-        RAGGED=CALL.RAGGED,
+        HAS_LEFT=OPTIONS.HAS_LEFT,
+        HAS_RIGHT=OPTIONS.HAS_RIGHT,
+        HAS_SOFTCAP=OPTIONS.HAS_SOFTCAP,
+        RAGGED=OPTIONS.RAGGED,
     )
-    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
-    sums, starts = maps.sums, tensors.cu_seqlens_ptr
-    panels = Panels(*in_panels(maps, SHAPE), maps.bias, maps.ds, sums_of(maps, SHAPE))
+    starts = tensors.cu_seqlens_ptr
+    sums = maps.sums
+    if not adds_by_threads(TILE):
+        sums = (sums, maps.sums_narrow) if TILE.NARROW > 0 else (sums,)
+    panels = Panels(*in_panels(maps, TILE), maps.bias, maps.ds, sums)
     dense = Tensors(
         lse2_ptr=tensors.lse2_ptr,
         delta_ptr=tensors.delta_ptr,
@@ -192,40 +191,40 @@ def tree_backward_kernel(
         sequences_together=1,
         heads_together=1,
     )
-    block, own, walk = _find_block(dense, counts, tensors.below_ptr, CALL, SHAPE)
+    block, own, walk = _find_block(dense, counts, tensors.below_ptr, OPTIONS, TILE)
     descent = Descent(tensors, numbers, own)
-    pipeline = make_pipeline(panels, SHAPE)
+    pipeline = make_pipeline(panels, TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places_s = gl.allocate_shared_memory(gl.int32, [2 * SHAPE.STAGES_Q, 1], PLAIN)
-    BARRIERS: gl.constexpr = EMPTY + SHAPE.STAGES_Q + SHAPE.STAGES_O
-    if SHAPE.BLOCK_N == ROWS:
+    places_s = gl.allocate_shared_memory(gl.int32, [2 * TILE.STAGES_Q, 1], PLAIN)
+    BARRIERS: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
+    if TILE.BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         dtype: gl.constexpr = maps.wide.q.dtype
-        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
-        p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
+        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE.BLOCK_M], dtype)
+        p_s = gl.allocate_shared_memory(dtype, [2, ROWS, TILE.BLOCK_M], TRANSPOSED)
         program = Program(
             panels, pipeline, None, p_s, None, sums, dense, counts, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [
-                (consume_scores, (program, LISTED, SHAPE)),
-                (consume_gradients, (program, LISTED, SHAPE)),
-                (produce, (program, descent, CALL, SHAPE)),
+                (consume_scores, (program, LISTED, TILE)),
+                (consume_gradients, (program, LISTED, TILE)),
+                (produce, (program, descent, OPTIONS, TILE)),
             ],
             [4, 1],
             [240, 24],
         )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
-        dq_s = allocate_sums(panels, SHAPE)
+        dq_s = allocate_sums(panels, TILE)
         program = Program(
             panels, pipeline, dq_s, None, None, 0, dense, counts, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [
-                (consume, (0, program, LISTED, SHAPE)),
-                (consume, (1, program, LISTED, SHAPE)),
-                (produce, (program, descent, CALL, SHAPE)),
+                (consume, (0, program, LISTED, TILE)),
+                (consume, (1, program, LISTED, TILE)),
+                (produce, (program, descent, OPTIONS, TILE)),
             ],
             [4, 1],
             [240, 24],

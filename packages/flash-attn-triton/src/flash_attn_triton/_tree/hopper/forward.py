@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..._dense.hopper.constants import named
-from ..._dense.hopper.forward.arguments import Numbers, PanelMaps, Tensors
+from ..._dense.hopper.forward.arguments import Numbers, Options, PanelMaps, Tensors, Tile
 from ..._dense.hopper.forward.kernel import make_pipeline
 from ..._dense.hopper.forward.structures import Panels, Program
 from ..._linked.hopper.compat import gl, gluon
@@ -19,20 +18,17 @@ def tree_forward_kernel(
     tensors: Tensors,
     parents_ptr: Foreign,
     numbers: ForwardNumbers,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over the keys of a path.
 
     The programs are persistent and warp-specialised, like those of ``forward_kernel``.
     """
-    CALL: gl.constexpr = named(OPTIONS)
-    SHAPE: gl.constexpr = named(TILE)
-    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     panels = Panels((maps.q,), (maps.k,), (maps.v,), (maps.out,))
-    pipeline = make_pipeline(panels, SHAPE)
+    pipeline = make_pipeline(panels, TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tails_s = gl.allocate_shared_memory(gl.int32, [SHAPE.STAGES_K, 1], PLAIN)
+    tails_s = gl.allocate_shared_memory(gl.int32, [TILE.STAGES_K, 1], PLAIN)
     # causal within the own segment
     dense = Numbers(
         scale=numbers.scale,
@@ -57,11 +53,11 @@ def tree_forward_kernel(
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, program, CALL, SHAPE)),
-            (consume, (WARPGROUPS - 2, program, CALL, SHAPE)),
-            (consume, (WARPGROUPS - 1, program, CALL, SHAPE)),
-            (produce, (program, parents_ptr, CALL, SHAPE)),
-        ][3 - WARPGROUPS :],
-        [4, 4, 1][3 - WARPGROUPS :],
-        [240, 24] if WARPGROUPS == 2 else [160, 160, 32],
+            (consume, (TILE.WARPGROUPS - 3, program, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 2, program, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 1, program, OPTIONS, TILE)),
+            (produce, (program, parents_ptr, OPTIONS, TILE)),
+        ][3 - TILE.WARPGROUPS :],
+        [4, 4, 1][3 - TILE.WARPGROUPS :],
+        [240, 24] if TILE.WARPGROUPS == 2 else [160, 160, 32],
     )

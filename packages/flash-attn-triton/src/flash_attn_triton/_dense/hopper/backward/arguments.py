@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...._linked.launch.entries import Foreign, Map, Number, Pointer
+from ...._linked.launch.entries import Constant, Foreign, Map, Number, Pointer
 
 # ---- ``backward_kernel``
 
@@ -76,36 +76,37 @@ class Numbers(NamedTuple):
 class Options(NamedTuple):
     """Constants of a call's signature."""
 
-    GROUP: Any  # query heads per key head
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    RAGGED: Any  # the tensor maps are ragged; see ``coordinates``
-    APART_Q: Any = False  # a tile may begin inside a group of queries with one draw: ``dropout.py``
-    APART_K: Any = False  # a tile may begin inside a group of keys with one draw
-    BIAS_BATCH: Any = False  # which dimensions of a bias are not broadcast
-    BIAS_HEADS: Any = False
-    BIAS_ROWS: Any = False
-    ORDERED: Any = False  # dq repeats bit for bit; see ``order.py``
-    ADDS_DS: Any = False  # gradients of scores are added to earlier ones in memory; ``BiasSum``
-    SHARES_DS: Any = False  # programs that share a bias add their gradients up: ``shared_bias.py``
-    CLEARS_DS: Any = False  # zeros are stored where a mask hides whole tiles of gradients
+    GROUP: Constant  # query heads per key head
+    HAS_LEFT: Constant
+    HAS_RIGHT: Constant
+    HAS_SOFTCAP: Constant
+    RAGGED: Constant  # the tensor maps are ragged; see ``coordinates``
+    # a tile may begin inside a group of queries, or of keys, with one draw; see ``dropout.py``
+    APART_Q: Constant = False
+    APART_K: Constant = False
+    BIAS_BATCH: Constant = False  # which dimensions of a bias are not broadcast
+    BIAS_HEADS: Constant = False
+    BIAS_ROWS: Constant = False
+    ORDERED: Constant = False  # dq repeats bit for bit; see ``order.py``
+    ADDS_DS: Constant = False  # gradients of scores are added to earlier ones; ``BiasSum``
+    SHARES_DS: Constant = False  # programs add up the gradients of a bias: ``shared_bias.py``
+    CLEARS_DS: Constant = False  # zeros are stored where a mask hides whole tiles of gradients
 
 
 class Tile(NamedTuple):
     """Sizes of the tiles and of the rings."""
 
-    BLOCK_M: Any  # queries per step
-    BLOCK_N: Any  # keys per program
-    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
-    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
-    HEAD_DIM_V: Any  # the same two for values and output gradients
-    NARROW_V: Any
-    STAGES_Q: Any  # of the ring of queries
-    STAGES_O: Any  # of the ring of output gradients
-    STAGES_B: Any  # of the ring of the bias
-    MAKES_DK: Any  # the launch makes dk and dq; if not, only dv
-    MAKES_DV: Any
+    BLOCK_M: Constant  # queries per step
+    BLOCK_N: Constant  # keys per program
+    HEAD_DIM: Constant  # columns of queries and keys; of the wide panel if there is a narrow one
+    NARROW: Constant  # columns of the narrow panel, or 0; see ``panels.py``
+    HEAD_DIM_V: Constant  # the same two for values and output gradients
+    NARROW_V: Constant
+    STAGES_Q: Constant  # of the ring of queries
+    STAGES_O: Constant  # of the ring of output gradients
+    STAGES_B: Constant  # of the ring of the bias
+    MAKES_DK: Constant  # the launch makes dk and dq; if not, only dv
+    MAKES_DV: Constant
 
 
 # ---- ``round_dq_kernel``
@@ -136,11 +137,11 @@ class RoundingNumbers(NamedTuple):
 class RoundingOptions(NamedTuple):
     """Constants of ``round_dq_kernel``."""
 
-    HAS_RIGHT: Any
-    BLOCK_M: Any
-    HEAD_DIM: Any
-    WIDE: Any
-    NARROW: Any
+    HAS_RIGHT: Constant
+    BLOCK_M: Constant
+    HEAD_DIM: Constant
+    WIDE: Constant
+    NARROW: Constant
 
 
 # ---- ``sum_bias_kernel``
@@ -169,9 +170,9 @@ class BiasSumNumbers(NamedTuple):
 class BiasSumOptions(NamedTuple):
     """Constants of ``sum_bias_kernel``."""
 
-    HAS_RIGHT: Any
-    BIAS_BATCH: Any
-    BIAS_HEADS: Any
-    ACCESS: Any  # elements per memory access
-    BLOCK_M: Any
-    BLOCK_N: Any
+    HAS_RIGHT: Constant
+    BIAS_BATCH: Constant
+    BIAS_HEADS: Constant
+    ACCESS: Constant  # elements per memory access
+    BLOCK_M: Constant
+    BLOCK_N: Constant

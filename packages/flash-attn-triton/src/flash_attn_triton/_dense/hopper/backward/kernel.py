@@ -15,9 +15,8 @@ from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.pipeline import EMPTY, barriers
 from ...._linked.launch.entries import entry
-from ..constants import named
 from ..panels import allocate
-from .arguments import Maps, Numbers, Tensors
+from .arguments import Maps, Numbers, Options, Tensors, Tile
 from .bias import make_ring
 from .blocks import find_block
 from .order import add_in_order, pass_turns
@@ -86,22 +85,8 @@ def in_panels(maps, TILE: gl.constexpr):
     )
 
 
-@gluon.jit
-def sums_of(maps, TILE: gl.constexpr):
-    """Return the field ``sums`` of ``Panels``."""
-    if adds_by_threads(TILE):
-        sums = maps.sums
-    elif TILE.NARROW > 0:
-        sums = (maps.sums, maps.sums_narrow)
-    else:
-        sums = (maps.sums,)
-    return sums
-
-
 @entry(gluon.jit)
-def backward_kernel(
-    maps: Maps, tensors: Tensors, numbers: Numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def backward_kernel(maps: Maps, tensors: Tensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
     ``p = exp2(s - lse2)`` are the probabilities of the scores s, and ``ds = p (dout v^T - delta)``
@@ -110,62 +95,62 @@ def backward_kernel(
     ``ds = c p (m dout v^T - delta / c)``. A program writes dk and dv of the block, of one key head,
     and adds its part to the sums of dq.
     """
-    CALL: gl.constexpr = named(OPTIONS)
-    SHAPE: gl.constexpr = named(TILE)
-    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     dtype: gl.constexpr = maps.wide.q.dtype
-    panels = Panels(*in_panels(maps, SHAPE), maps.bias, maps.ds, sums_of(maps, SHAPE))
-    block, walk, dq_at = find_block(panels, tensors, numbers, CALL, SHAPE)
-    if SHAPE.MAKES_DK:
-        pipeline = make_pipeline(panels, SHAPE)
+    sums = maps.sums
+    if not adds_by_threads(TILE):
+        sums = (sums, maps.sums_narrow) if TILE.NARROW > 0 else (sums,)
+    panels = Panels(*in_panels(maps, TILE), maps.bias, maps.ds, sums)
+    block, walk, dq_at = find_block(panels, tensors, numbers, OPTIONS, TILE)
+    if TILE.MAKES_DK:
+        pipeline = make_pipeline(panels, TILE)
     else:
-        pipeline = make_value_pipeline(panels, SHAPE)
+        pipeline = make_value_pipeline(panels, TILE)
     bias = None
     if maps.bias is not None:
-        bias = make_ring(maps.bias, CALL, SHAPE)
-    BARRIERS: gl.constexpr = EMPTY + SHAPE.STAGES_Q + SHAPE.STAGES_O + SHAPE.STAGES_B
+        bias = make_ring(maps.bias, OPTIONS, TILE)
+    BARRIERS: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O + TILE.STAGES_B
     # elements of a tile of dq
-    SIZE: gl.constexpr = BLOCK_M * (SHAPE.HEAD_DIM + SHAPE.NARROW)
+    SIZE: gl.constexpr = TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW)
     order = None
-    if CALL.ORDERED:
+    if OPTIONS.ORDERED:
         order = Order(tensors.counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
-    elif CALL.SHARES_DS:
+    elif OPTIONS.SHARES_DS:
         gl.static_assert(
-            SHAPE.MAKES_DK and SHAPE.BLOCK_N > ROWS and not CALL.HAS_LEFT,
+            TILE.MAKES_DK and TILE.BLOCK_N > ROWS and not OPTIONS.HAS_LEFT,
             "another way to sum dbias",
         )
-        order = share_block(block, tensors, numbers, SHAPE)
-    if not SHAPE.MAKES_DK:
+        order = share_block(block, tensors, numbers, TILE)
+    if not TILE.MAKES_DK:
         gl.static_assert(BARRIERS <= 16, "stages outnumber the barriers")
         program = Program(
             panels, pipeline, None, None, bias, 0, tensors, numbers, block, 0, walk, None, order
         )
         gl.warp_specialize(
             [
-                (consume_values, (0, program, CALL, SHAPE)),
-                (consume_values, (1, program, CALL, SHAPE)),
-                (produce, (program, CALL, SHAPE)),
+                (consume_values, (0, program, OPTIONS, TILE)),
+                (consume_values, (1, program, OPTIONS, TILE)),
+                (produce, (program, OPTIONS, TILE)),
             ],
             [4, 1],
             [240, 24],
         )
-    elif SHAPE.BLOCK_N == ROWS:
+    elif TILE.BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
-        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
-        p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
+        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE.BLOCK_M], dtype)
+        p_s = gl.allocate_shared_memory(dtype, [2, ROWS, TILE.BLOCK_M], TRANSPOSED)
         at = maps.sums + dq_at * SIZE
         pitch = numbers.tiles_q.to(gl.int64) * SIZE
         program = Program(
             panels, pipeline, None, p_s, bias, at, tensors, numbers, block, pitch, walk, None, order
         )
-        if CALL.ORDERED:
+        if OPTIONS.ORDERED:
             gl.warp_specialize(
                 [
-                    (consume_scores, (program, CALL, SHAPE)),
-                    (consume_gradients, (program, CALL, SHAPE)),
-                    (produce, (program, CALL, SHAPE)),
-                    (pass_turns, (0, program, CALL, SHAPE)),
-                    (pass_turns, (1, program, CALL, SHAPE)),
+                    (consume_scores, (program, OPTIONS, TILE)),
+                    (consume_gradients, (program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                    (pass_turns, (0, program, OPTIONS, TILE)),
+                    (pass_turns, (1, program, OPTIONS, TILE)),
                 ],
                 [4, 1, 1, 1],
                 [240, 24, 24, 24],
@@ -173,9 +158,9 @@ def backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (consume_scores, (program, CALL, SHAPE)),
-                    (consume_gradients, (program, CALL, SHAPE)),
-                    (produce, (program, CALL, SHAPE)),
+                    (consume_scores, (program, OPTIONS, TILE)),
+                    (consume_gradients, (program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
                 ],
                 [4, 1],
                 [240, 24],
@@ -183,8 +168,8 @@ def backward_kernel(
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
         dq_s = None
-        if not adds_by_threads(SHAPE):
-            dq_s = allocate_sums(panels, SHAPE)
+        if not adds_by_threads(TILE):
+            dq_s = allocate_sums(panels, TILE)
         # in rows of the maps
         at = (dq_at * (SIZE // 32)).to(gl.int32)
         pitch = numbers.tiles_q * (SIZE // 32)
@@ -203,25 +188,25 @@ def backward_kernel(
             None,
             order,
         )
-        if CALL.ORDERED:
+        if OPTIONS.ORDERED:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, CALL, SHAPE)),
-                    (consume, (1, program, CALL, SHAPE)),
-                    (produce, (program, CALL, SHAPE)),
-                    (add_in_order, (0, program, CALL, SHAPE)),
-                    (add_in_order, (1, program, CALL, SHAPE)),
+                    (consume, (0, program, OPTIONS, TILE)),
+                    (consume, (1, program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                    (add_in_order, (0, program, OPTIONS, TILE)),
+                    (add_in_order, (1, program, OPTIONS, TILE)),
                 ],
                 [4, 1, 1, 1],
                 [240, 24, 24, 24],
             )
-        elif CALL.SHARES_DS:
+        elif OPTIONS.SHARES_DS:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, CALL, SHAPE)),
-                    (consume, (1, program, CALL, SHAPE)),
-                    (produce, (program, CALL, SHAPE)),
-                    (keep_shared, (program, CALL, SHAPE)),
+                    (consume, (0, program, OPTIONS, TILE)),
+                    (consume, (1, program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                    (keep_shared, (program, OPTIONS, TILE)),
                 ],
                 [4, 1, 1],
                 [240, 24, 24],
@@ -229,9 +214,9 @@ def backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, CALL, SHAPE)),
-                    (consume, (1, program, CALL, SHAPE)),
-                    (produce, (program, CALL, SHAPE)),
+                    (consume, (0, program, OPTIONS, TILE)),
+                    (consume, (1, program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
                 ],
                 [4, 1],
                 [240, 24],

@@ -8,7 +8,7 @@ import triton.language as tl
 from ...._linked.launch.entries import entry
 from ...portable.primitives import count_keys
 from ...portable.schedule import locate
-from .arguments import RoundingNumbers, RoundingTensors
+from .arguments import RoundingNumbers, RoundingOptions, RoundingTensors
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _load_half(sums_ptr, WIDTH: tl.constexpr):
 
 
 @entry(triton.jit)
-def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS: tl.constexpr):
+def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS: RoundingOptions):
     """``dq = scale * sums``, rounded, of a tile of queries.
 
     Each of two warpgroups summed half of the tile's columns, or with 128 queries half of its rows.
@@ -28,11 +28,9 @@ def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS:
     is ``[heads, tiles, 2, 64 * width]`` in fp32. Dimensions within a panel: eights of columns,
     warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
     """
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
-    WIDE: tl.constexpr = OPTIONS.WIDE
-    NARROW: tl.constexpr = OPTIONS.NARROW
-    PARTS: tl.constexpr = BLOCK_M // 64
+    PARTS: tl.constexpr = OPTIONS.BLOCK_M // 64
+    HEAD: tl.constexpr = OPTIONS.HEAD_DIM
+    BOTH: tl.constexpr = OPTIONS.WIDE + OPTIONS.NARROW
     block, sequence, head, q_start, _k_start, len_q, len_k = locate(
         tensors.cu_seqlens_q_ptr,
         tensors.cu_seqlens_k_ptr,
@@ -42,7 +40,7 @@ def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS:
         numbers.tokens_k,
         numbers.tiles,
         1,
-        BLOCK_M,
+        OPTIONS.BLOCK_M,
         BALANCE=False,
         LAST_IS_LONGEST=False,
     )
@@ -54,14 +52,16 @@ def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS:
     if OPTIONS.HAS_RIGHT:
         # rows before the first one that sees a key have no sums
         shift = tl.minimum(tl.maximum(len_q - len_k - numbers.window_right, 0), len_q)
-    sums_ptr = tensors.sums_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * (WIDE + NARROW))
+    sums_ptr = tensors.sums_ptr + tl.program_id(0).to(tl.int64) * (OPTIONS.BLOCK_M * BOTH)
     for half in tl.static_range(2):
-        for panel in tl.static_range(2 if NARROW > 0 else 1):
+        for panel in tl.static_range(2 if OPTIONS.NARROW > 0 else 1):
             # begin of the panel's sums, then its rows and columns
-            begin = half * (32 * PARTS * (WIDE + NARROW)) + panel * (32 * PARTS * WIDE)
-            sums = _load_half(sums_ptr + begin, (NARROW if panel > 0 else WIDE) * PARTS // 2)
-            rows = block * BLOCK_M + tl.arange(0, 64)
-            cols = tl.arange(0, sums.shape[1]) + panel * WIDE
+            begin = half * (32 * PARTS * BOTH) + panel * (32 * PARTS * OPTIONS.WIDE)
+            sums = _load_half(
+                sums_ptr + begin, (OPTIONS.NARROW if panel > 0 else OPTIONS.WIDE) * PARTS // 2
+            )
+            rows = block * OPTIONS.BLOCK_M + tl.arange(0, 64)
+            cols = tl.arange(0, sums.shape[1]) + panel * OPTIONS.WIDE
             if PARTS == 2:
                 rows += half * 64
             else:
@@ -71,11 +71,11 @@ def round_dq_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS:
             else:
                 token = q_start + rows
             # dq is contiguous: [tokens, heads_q, HEAD_DIM]
-            row_at = (token * numbers.heads_q + head) * HEAD_DIM
+            row_at = (token * numbers.heads_q + head) * HEAD
             pointers = tensors.dq_ptr + row_at[:, None] + cols[None, :]
-            inside = (cols < HEAD_DIM)[None, :]
+            inside = (cols < HEAD)[None, :]
             dq = (sums * numbers.scale).to(tensors.dq_ptr.dtype.element_ty)
-            ahead = shift.to(tl.int64) * numbers.heads_q * HEAD_DIM if OPTIONS.HAS_RIGHT else 0
+            ahead = shift.to(tl.int64) * numbers.heads_q * HEAD if OPTIONS.HAS_RIGHT else 0
             tl.store(pointers + ahead, dq, mask=(rows + shift < len_q)[:, None] & inside)
             if OPTIONS.HAS_RIGHT:
                 tl.store(pointers, tl.zeros_like(dq), mask=(rows < shift)[:, None] & inside)

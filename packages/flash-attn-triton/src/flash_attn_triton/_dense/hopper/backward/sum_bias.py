@@ -6,26 +6,24 @@ import triton
 import triton.language as tl
 
 from ...._linked.launch.entries import entry
-from .arguments import BiasSumNumbers, BiasSumTensors
+from .arguments import BiasSumNumbers, BiasSumOptions, BiasSumTensors
 
 
 @entry(triton.jit)
-def sum_bias_kernel(tensors: BiasSumTensors, numbers: BiasSumNumbers, OPTIONS: tl.constexpr):
+def sum_bias_kernel(tensors: BiasSumTensors, numbers: BiasSumNumbers, OPTIONS: BiasSumOptions):
     """``dbias = keep_scale * sum(ds)`` over the sequences and heads that share a bias.
 
     A program sums a tile in a fixed order. ``ds`` is ``[batch, heads_q, tokens_q, columns]``;
     columns are keys, padded to whole accesses. Hidden elements may be undefined. There is no left
     window: other kernels run calls with a bias and a left window.
     """
-    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     heads_q, tokens_q, tokens_k = numbers.heads_q, numbers.tokens_q, numbers.tokens_k
     pid = tl.program_id(0)
     tile_q = pid % numbers.tiles_q
     tile_k = pid // numbers.tiles_q % numbers.tiles_k
     plane = pid // numbers.tiles_q // numbers.tiles_k
-    rows = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    keys = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    rows = tile_q * OPTIONS.BLOCK_M + tl.arange(0, OPTIONS.BLOCK_M)  # [BLOCK_M]
+    keys = tile_k * OPTIONS.BLOCK_N + tl.arange(0, OPTIONS.BLOCK_N)  # [BLOCK_N]
     inside = (rows < tokens_q)[:, None] & (keys < tokens_k)[None, :]  # [BLOCK_M, BLOCK_N]
     visible = inside
     if OPTIONS.HAS_RIGHT:
@@ -45,7 +43,7 @@ def sum_bias_kernel(tensors: BiasSumTensors, numbers: BiasSumNumbers, OPTIONS: t
     columns = tl.cdiv(tokens_k, OPTIONS.ACCESS).to(tl.int64) * OPTIONS.ACCESS
     ds_ptr = tensors.ds_ptr + first * tokens_q * columns
     place = rows[:, None] * columns + keys[None, :]  # [BLOCK_M, BLOCK_N]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
+    total = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
     for _ in range(count):
         total += tl.load(ds_ptr + place, mask=visible, other=0.0).to(tl.float32)
         ds_ptr += step * tokens_q * columns

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...._linked.launch.entries import Foreign, Map, Number, Pointer
+from ...._linked.launch.entries import Constant, Foreign, Map, Number, Pointer
 from ...._linked.portable.primitives import Strides
 
 # ---- ``forward_kernel``
@@ -67,36 +67,36 @@ class Numbers(NamedTuple):
 class Options(NamedTuple):
     """Constants of a call's signature."""
 
-    GROUP: Any  # query heads per key head
-    HAS_LEFT: Any  # the window limits how far back a row sees
-    HAS_RIGHT: Any  # causal, or the window limits how far forward a row sees
-    HAS_SOFTCAP: Any
-    RAGGED: Any  # the TMA descriptors are ragged; see ``coordinates``
-    PACK: Any = 1  # query heads that share a tile (GQA packing)
-    BIAS_BATCH: Any = False  # which dimensions of a bias are not broadcast
-    BIAS_HEADS: Any = False
-    BIAS_ROWS: Any = False
-    MERGES: Any = False  # merge with results over other keys
+    GROUP: Constant  # query heads per key head
+    HAS_LEFT: Constant  # the window limits how far back a row sees
+    HAS_RIGHT: Constant  # causal, or the window limits how far forward a row sees
+    HAS_SOFTCAP: Constant
+    RAGGED: Constant  # the TMA descriptors are ragged; see ``coordinates``
+    PACK: Constant = 1  # query heads that share a tile (GQA packing)
+    BIAS_BATCH: Constant = False  # which dimensions of a bias are not broadcast
+    BIAS_HEADS: Constant = False
+    BIAS_ROWS: Constant = False
+    MERGES: Constant = False  # merge with results over other keys
 
 
 class Tile(NamedTuple):
     """Constants of a build: tile sizes, numbers of buffers, and how the warpgroups walk."""
 
-    WARPGROUPS: Any  # consumer warpgroups
-    ROWS: Any  # rows of queries per warpgroup
-    BLOCK_N: Any  # keys per tile
-    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
-    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
-    HEAD_DIM_V: Any  # the same two for values and output
-    NARROW_V: Any
-    BUFFERS_Q: Any  # query buffers per warpgroup
-    STAGES_K: Any
-    STAGES_V: Any
-    STAGES_B: Any  # stages of the bias
-    SHARE: Any  # the output is stored from the buffer of the queries
-    PIPELINE: Any  # the walk does not stop between blocks of queries
-    LAG: Any  # pivots may be smaller than the maxima
-    ORDERED: Any  # the softmax ends before the wait for the product with the values
+    WARPGROUPS: Constant  # consumer warpgroups
+    ROWS: Constant  # rows of queries per warpgroup
+    BLOCK_N: Constant  # keys per tile
+    HEAD_DIM: Constant  # columns of queries and keys; of the wide panel if there is a narrow one
+    NARROW: Constant  # columns of the narrow panel, or 0; see ``panels.py``
+    HEAD_DIM_V: Constant  # the same two for values and output
+    NARROW_V: Constant
+    BUFFERS_Q: Constant  # query buffers per warpgroup
+    STAGES_K: Constant
+    STAGES_V: Constant
+    STAGES_B: Constant  # stages of the bias
+    SHARE: Constant  # the output is stored from the buffer of the queries
+    PIPELINE: Constant  # the walk does not stop between blocks of queries
+    LAG: Constant  # pivots may be smaller than the maxima
+    ORDERED: Constant  # the softmax ends before the wait for the product with the values
 
 
 # ---- ``transpose_values``
@@ -131,8 +131,8 @@ class ValuesNumbers(NamedTuple):
 class ValuesOptions(NamedTuple):
     """Constants of ``transpose_values``."""
 
-    HEAD_DIM: Any
-    HAS_LEFT: Any
-    DESCALE_PER_HEAD: Any
-    BLOCK_N: Any
-    BLOCK_D: Any
+    HEAD_DIM: Constant
+    HAS_LEFT: Constant
+    DESCALE_PER_HEAD: Constant
+    BLOCK_N: Constant
+    BLOCK_D: Constant

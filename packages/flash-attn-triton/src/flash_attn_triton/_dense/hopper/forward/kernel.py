@@ -5,9 +5,8 @@ from __future__ import annotations
 from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.pipeline import FIELDS, SLOTS, barriers
 from ...._linked.launch.entries import entry
-from ..constants import named
 from ..panels import allocate
-from .arguments import Maps, Numbers, Tensors
+from .arguments import Maps, Numbers, Options, Tensors, Tile
 from .bias import make_ring
 from .consumer import consume
 from .producer import produce
@@ -15,9 +14,7 @@ from .structures import Panels, Pipeline, Program
 
 
 @entry(gluon.jit)
-def forward_kernel(
-    maps: Maps, tensors: Tensors, numbers: Numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def forward_kernel(maps: Maps, tensors: Tensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``out = softmax(s) @ v`` and ``lse = logsumexp(s)``, where ``s = scale * q @ k.T + bias``.
 
     With ``MERGES``, ``out`` and ``lse`` hold results over other keys; the results over all keys
@@ -26,34 +23,31 @@ def forward_kernel(
     The programs are persistent and warp-specialised: the last warp copies by TMA, the other
     warpgroups multiply.
     """
-    CALL: gl.constexpr = named(OPTIONS)
-    SHAPE: gl.constexpr = named(TILE)
-    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     wide, narrow = maps.wide, maps.narrow
     panels = Panels(
-        (wide.q, narrow.q) if SHAPE.NARROW > 0 else (wide.q,),
-        (wide.k, narrow.k) if SHAPE.NARROW > 0 else (wide.k,),
-        (wide.v, narrow.v) if SHAPE.NARROW_V > 0 else (wide.v,),
-        (wide.out, narrow.out) if SHAPE.NARROW_V > 0 else (wide.out,),
+        (wide.q, narrow.q) if TILE.NARROW > 0 else (wide.q,),
+        (wide.k, narrow.k) if TILE.NARROW > 0 else (wide.k,),
+        (wide.v, narrow.v) if TILE.NARROW_V > 0 else (wide.v,),
+        (wide.out, narrow.out) if TILE.NARROW_V > 0 else (wide.out,),
     )
     bias = None
     if maps.bias is not None:
-        bias = make_ring(maps.bias, CALL, SHAPE)
+        bias = make_ring(maps.bias, OPTIONS, TILE)
     before = None
-    if CALL.MERGES:
-        before = barriers(WARPGROUPS, 1)
-    pipeline = make_pipeline(panels, SHAPE)
+    if OPTIONS.MERGES:
+        before = barriers(TILE.WARPGROUPS, 1)
+    pipeline = make_pipeline(panels, TILE)
     program = Program(panels, pipeline, tensors, numbers, bias, before, None, None)
     # two or three consumers, the last is WARPGROUPS - 1; with two, the slices drop the first line
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, program, CALL, SHAPE)),
-            (consume, (WARPGROUPS - 2, program, CALL, SHAPE)),
-            (consume, (WARPGROUPS - 1, program, CALL, SHAPE)),
-            (produce, (program, CALL, SHAPE)),
-        ][3 - WARPGROUPS :],
-        [4, 4, 1][3 - WARPGROUPS :],
-        [240, 24] if WARPGROUPS == 2 else [160, 160, 32],
+            (consume, (TILE.WARPGROUPS - 3, program, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 2, program, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 1, program, OPTIONS, TILE)),
+            (produce, (program, OPTIONS, TILE)),
+        ][3 - TILE.WARPGROUPS :],
+        [4, 4, 1][3 - TILE.WARPGROUPS :],
+        [240, 24] if TILE.WARPGROUPS == 2 else [160, 160, 32],
     )
 
 

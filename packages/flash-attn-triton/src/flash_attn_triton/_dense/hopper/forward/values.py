@@ -11,11 +11,11 @@ import triton.language as tl
 
 from ...._linked.launch.entries import entry
 from ...portable.schedule import find_sequence
-from .arguments import ValuesNumbers, ValuesTensors
+from .arguments import ValuesNumbers, ValuesOptions, ValuesTensors
 
 
 @entry(triton.jit)
-def transpose_values(tensors: ValuesTensors, numbers: ValuesNumbers, OPTIONS: tl.constexpr):
+def transpose_values(tensors: ValuesTensors, numbers: ValuesNumbers, OPTIONS: ValuesOptions):
     """Write ``out[tile, head, d, n] = v[keys of tile, head, d]`` and two factors per head.
 
     ``out`` is ``[tiles, heads_k, BLOCK_D, BLOCK_N]``. The factors, ``[batch, heads_k, 2]``, are
@@ -23,8 +23,6 @@ def transpose_values(tensors: ValuesTensors, numbers: ValuesNumbers, OPTIONS: tl
     packed tensor owns the tiles from ``cu_seqlens_k[b] // BLOCK_N + b`` on. Keys that no query sees
     become 0: they may be NaN, and zero times NaN is not zero.
     """
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     strides = numbers.v
     slot = tl.program_id(0) // numbers.heads_k
     head = tl.program_id(0) % numbers.heads_k
@@ -36,14 +34,14 @@ def transpose_values(tensors: ValuesTensors, numbers: ValuesNumbers, OPTIONS: tl
         len_k = numbers.tokens_k
     else:
         # find_sequence counts slots from 1
-        sequence = find_sequence(tensors.cu_seqlens_k_ptr, slot + 1, numbers.batch, BLOCK_N)
+        sequence = find_sequence(tensors.cu_seqlens_k_ptr, slot + 1, numbers.batch, OPTIONS.BLOCK_N)
         if (sequence < 0) | (sequence >= numbers.batch):
             return
         begin = tl.load(tensors.cu_seqlens_k_ptr + sequence)
         len_k = tl.load(tensors.cu_seqlens_k_ptr + sequence + 1) - begin
         starts_q = tensors.cu_seqlens_q_ptr
         len_q = tl.load(starts_q + sequence + 1) - tl.load(starts_q + sequence)
-        tile = slot - (begin // BLOCK_N + sequence)
+        tile = slot - (begin // OPTIONS.BLOCK_N + sequence)
         start = begin.to(tl.int64)
     if tensors.seqused_k_ptr is not None:
         len_k = tl.load(tensors.seqused_k_ptr + sequence)
@@ -66,9 +64,9 @@ def transpose_values(tensors: ValuesTensors, numbers: ValuesNumbers, OPTIONS: tl
 
     # four keys and four columns at a time, as bytes of four words; a word of the output holds keys
     # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16 keys, see ``fp8.pack``
-    word = tl.arange(0, BLOCK_N // 4)  # [BLOCK_N // 4]
-    keys = tile * BLOCK_N + word // 4 * 16 + word % 4 * 2
-    columns = tl.arange(0, BLOCK_D // 4)  # [BLOCK_D // 4]
+    word = tl.arange(0, OPTIONS.BLOCK_N // 4)  # [BLOCK_N // 4]
+    keys = tile * OPTIONS.BLOCK_N + word // 4 * 16 + word % 4 * 2
+    columns = tl.arange(0, OPTIONS.BLOCK_D // 4)  # [BLOCK_D // 4]
     base = tensors.v_ptr + sequence.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
     base += start * strides.token
     base = base.to(tl.pointer_type(tl.int32))
@@ -78,10 +76,10 @@ def transpose_values(tensors: ValuesTensors, numbers: ValuesNumbers, OPTIONS: tl
     c = load_words(base, keys + 8, columns, strides.token, first, len_k, OPTIONS.HEAD_DIM)
     d = load_words(base, keys + 9, columns, strides.token, first, len_k, OPTIONS.HEAD_DIM)
     out_base = tensors.out_ptr.to(tl.pointer_type(tl.int32))
-    out_base += tl.program_id(0).to(tl.int64) * (BLOCK_D * BLOCK_N // 4)
-    at = out_base + columns[None, :] * BLOCK_N + word[:, None]
+    out_base += tl.program_id(0).to(tl.int64) * (OPTIONS.BLOCK_D * OPTIONS.BLOCK_N // 4)
+    at = out_base + columns[None, :] * OPTIONS.BLOCK_N + word[:, None]
     for byte in tl.static_range(4):
-        tl.store(at + byte * (BLOCK_N // 4), gather_bytes(a, b, c, d, 8 * byte))
+        tl.store(at + byte * (OPTIONS.BLOCK_N // 4), gather_bytes(a, b, c, d, 8 * byte))
 
 
 @triton.jit
