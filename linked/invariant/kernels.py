@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..launch.entries import entry
+from ..portable.mask import Mask, seen_keys
 from ..portable.primitives import pointer_to
 from .arguments import MergeNumbers, MergeTensors, Numbers, Tensors
 from .arithmetic import finish, merge_segment, sink_alone
@@ -36,20 +37,9 @@ def _seen(place, diagonal, is_real, numbers, OPTIONS: tl.constexpr, TILE: tl.con
     scores = numbers.scores
     first_row = place.tile * TILE.BLOCK_M
     last_row = tl.minimum(first_row + TILE.BLOCK_M, place.seqlen_q * OPTIONS.GROUP) - 1
-    first_position = first_row // OPTIONS.GROUP + diagonal
-    last_position = last_row // OPTIONS.GROUP + diagonal
-    first = 0
-    last = tl.where(is_real, place.seqlen_k, 0)
-    full_first = 0
-    full_last = last
-    if OPTIONS.HAS_LEFT:
-        first = tl.maximum(first, first_position - scores.window_left)
-        full_first = tl.maximum(full_first, last_position - scores.window_left)
-    if OPTIONS.HAS_RIGHT:
-        last = tl.maximum(tl.minimum(last, last_position + scores.window_right + 1), 0)
-        full_last = tl.minimum(full_last, first_position + scores.window_right + 1)
-        full_last = tl.maximum(full_last, 0)
-    return first, last, full_first, full_last
+    seqlen_k = tl.where(is_real, place.seqlen_k, 0)
+    mask = Mask(place.seqlen_q, seqlen_k, diagonal, scores.window_left, scores.window_right)
+    return seen_keys(first_row // OPTIONS.GROUP, last_row // OPTIONS.GROUP, mask, OPTIONS)
 
 
 @entry(triton.jit)

@@ -52,8 +52,11 @@ def is_visible(rows, cols, end, mask, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def key_range(first_row, last_row, mask, OPTIONS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
+def seen_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
+    """Return ``(first, last, full_first, full_last)`` of queries ``first_row..last_row``.
+
+    Some of them see keys of ``[first, last)``, all of them see ``[full_first, full_last)``.
+    """
     first = 0
     last = mask.seqlen_k
     full_first = 0
@@ -65,6 +68,13 @@ def key_range(first_row, last_row, mask, OPTIONS: tl.constexpr, BLOCK: tl.conste
         last = tl.maximum(tl.minimum(last, last_row + mask.diagonal + mask.right + 1), 0)
         full_last = tl.minimum(full_last, first_row + mask.diagonal + mask.right + 1)
         full_last = tl.maximum(full_last, 0)
+    return first, last, full_first, full_last
+
+
+@triton.jit
+def key_range(first_row, last_row, mask, OPTIONS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
+    first, last, full_first, full_last = seen_keys(first_row, last_row, mask, OPTIONS)
     return _walk(first, last, full_first, full_last, BLOCK)
 
 

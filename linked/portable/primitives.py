@@ -89,24 +89,3 @@ def tanh(x):
     far = (1.0 - decay) / (1.0 + decay)
     far = tl.where(x < 0, -far, far)
     return tl.where(tl.abs(x) < 0.35, near, far)
-
-
-@triton.jit
-def count_steps(start, full_start, full_end, last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return the number of tiles of a range that need a mask, or that need none."""
-    if MASKED:
-        steps = (full_start - start) // BLOCK + tl.cdiv(tl.maximum(last - full_end, 0), BLOCK)
-    else:
-        steps = (full_end - full_start) // BLOCK
-    return steps
-
-
-@triton.jit
-def step_start(step, start, full_start, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return the start of a step's tile; masked steps take both ends of the range in one loop."""
-    if MASKED:
-        before = (full_start - start) // BLOCK
-        begin = tl.where(step < before, start + step * BLOCK, full_end + (step - before) * BLOCK)
-    else:
-        begin = full_start + step * BLOCK
-    return begin

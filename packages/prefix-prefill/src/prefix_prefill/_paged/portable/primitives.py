@@ -7,8 +7,9 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
+from ..._linked.portable.mask import Mask, Walk, seen_keys
 from ..._linked.portable.primitives import LOG2E, tanh
-from .structures import KeyRange, Walk
+from .structures import KeyRange
 
 
 @triton.jit
@@ -210,18 +211,10 @@ def key_range(positions, first_new, begin, end, problem, OPTIONS: tl.constexpr):
     It counts from ``begin``. With a tree all keys from ``first_new`` on need a mask.
     """
     scores = problem.numbers.scores
-    first_position, last_position = positions.first - begin, positions.last - begin
-    first = 0
-    last = end - begin
-    full_first = 0
-    full_last = last
-    if OPTIONS.HAS_LEFT:
-        first = tl.maximum(first, first_position - scores.window_left)
-        full_first = tl.maximum(full_first, last_position - scores.window_left)
-    if OPTIONS.HAS_RIGHT:
-        last = tl.maximum(tl.minimum(last, last_position + scores.window_right + 1), 0)
-        bound = tl.minimum(full_last, first_position + scores.window_right + 1)
-        full_last = tl.maximum(bound, 0)
+    mask = Mask(None, end - begin, 0, scores.window_left, scores.window_right)
+    first, last, full_first, full_last = seen_keys(
+        positions.first - begin, positions.last - begin, mask, OPTIONS
+    )
     if problem.tensors.tree_mask_ptr is not None:
         full_last = tl.minimum(full_last, tl.maximum(first_new - begin, 0))
     return KeyRange(tl.minimum(first, last), last, full_first, full_last)

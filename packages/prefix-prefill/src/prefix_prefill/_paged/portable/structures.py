@@ -117,19 +117,6 @@ class KeyRange(NamedTuple):
     full_last: Any
 
 
-class Walk(NamedTuple):
-    """Keys ``[first, last)``, visited in tiles from ``start``, a multiple of BLOCK_N.
-
-    Tiles before ``full_start`` and from ``full_end`` on need a mask, tiles between do not.
-    """
-
-    first: Any
-    last: Any
-    start: Any
-    full_start: Any
-    full_end: Any
-
-
 class Softmax(NamedTuple):
     """The running softmax of FlashAttention-2: sums of values and of weights, and the maximum."""
 

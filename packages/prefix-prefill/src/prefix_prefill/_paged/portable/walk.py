@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from ..._cache.kernels.words import slices_of
-from ..._linked.portable.primitives import LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
+from ..._linked.portable.mask import count_steps, step_start
+from ..._linked.portable.primitives import LOG2E, NEG_INF, dot, dot_add
 from .in_order import load_keys, load_values
 from .primitives import (
     is_looked_up,
@@ -64,7 +65,7 @@ def _next_tile(
     """Return the first key of a step's tile, and the page numbers for its keys and values."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     PAGE: tl.constexpr = LAYOUT.PAGE
-    begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK_N, MASKED)
+    begin = step_start(step, walk, BLOCK_N, MASKED)
     is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED)
     pages = look_up(table, begin, is_wanted, PAGE, BLOCK_N)
     pages_v = pages
@@ -184,7 +185,7 @@ def _attend(
     cols = tl.arange(0, K_WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
     cols_v = tl.arange(0, V_WORDS.BLOCK_D)  # [BLOCK_DV // SLICES]
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, BLOCK_N, MASKED)
+    steps = count_steps(walk, BLOCK_N, MASKED)
     # page numbers are read one step ahead; otherwise their loads take a pipeline stage
     next_begin, next_pages, next_pages_v = _next_tile(
         0, steps, walk, source.table, LAYOUT, TILE, MASKED
