@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,11 +21,14 @@ X = TypeVar("X", bound=tuple[Any, ...])
 S = TypeVar("S")
 Implementation = Callable[..., Any]
 
+# a tensor that the operator writes into; ``schema_of`` gives it a letter
+Written = Annotated[Tensor, "Tensor(!)"]
 
 # types of the fields of structures, as a schema spells them, unless they are annotated with it
 _SPELLED = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
+    Written | None: "Tensor(!)?",
     int: "SymInt",
     float: "float",
     bool: "bool",
@@ -45,16 +49,19 @@ def schema_of(structure: Any) -> str:
 
     Fields may be structures. Of defaults the schema has those of its last flags.
     """
-    spelled = []
+    letters = iter("abcdefgh")  # the name of each tensor that is written into
+    return re.sub(r"\(!", lambda _: f"({next(letters)}!", ", ".join(_spelled(structure)))
+
+
+def _spelled(structure: Any) -> Iterator[str]:
     for name, kind in _fields_of(structure).items():
         if hasattr(kind, "_fields"):
-            spelled.append(schema_of(kind))
+            yield from _spelled(kind)
         else:
             default = structure._field_defaults.get(name)
             is_optional_flag = kind is bool and default is not None
             (words,) = getattr(kind, "__metadata__", None) or (_SPELLED[kind],)
-            spelled.append(f"{words} {name}{f'={default}' if is_optional_flag else ''}")
-    return ", ".join(spelled)
+            yield f"{words} {name}{f'={default}' if is_optional_flag else ''}"
 
 
 def structured(structure: type[S], arguments: Iterable[Any]) -> S:

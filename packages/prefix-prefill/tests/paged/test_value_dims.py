@@ -18,7 +18,7 @@ from prefix_prefill import (
 )
 from prefix_prefill._cache.kernels.addressing import has_narrow_words
 from prefix_prefill._paged import tiles as paged_tiles
-from prefix_prefill._paged.call import Options, Tensors
+from prefix_prefill._paged.call import ORDINARY, Tensors
 from prefix_prefill._paged.launch import AttentionPlan
 from prefix_prefill._paged.reference import quantised, unpacked
 from prefix_prefill._paged.tiles import choose_splits, long_tile, short_tile
@@ -383,7 +383,7 @@ def test_the_wider_of_keys_and_values_chooses_the_tile(d, dv):
     problem = Problem(((300, 900), (1, 500)), 8, 2, d, head_dim_v=dv)
     x = tensors_of(problem, BF16)
     with recording("nvidia:sm_90") as launches:
-        plan = AttentionPlan(x, Options(0.1, -1, 0, 0.0))
+        plan = AttentionPlan(x, ORDINARY._replace(softmax_scale=0.1, window_right=0))
         plan.run(x, 300, 900)
     assert {launch.kernel for launch in launches} <= {"paged_kernel", "split_merge_kernel"}
     found = [launch.options for launch in launches if launch.kernel == "paged_kernel"]
@@ -408,7 +408,7 @@ def test_parts_of_values_fit_their_memory(d, dv, monkeypatch, request):
     request.addfinalizer(choose_splits.cache_clear)
     x = tensors_of(Problem(((1, 4000),), 1, 1, d, page=16, head_dim_v=dv), BF16)
     with recording("nvidia:sm_90") as launches:
-        AttentionPlan(x, Options(0.1, -1, 0, 0.0)).run(x, 1, 4000)
+        AttentionPlan(x, ORDINARY._replace(softmax_scale=0.1, window_right=0)).run(x, 1, 4000)
     assert launches[0].kernel == "paged_kernel"
     assert math.prod(launches[0].grid) == 5 + 1  # splits, and a program that clears padding
 

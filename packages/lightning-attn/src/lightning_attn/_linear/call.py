@@ -6,6 +6,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from .._linked.host.operators import Written
+
 # decays are clamped to this: exp(-LARGEST_RATE) is 0 in every format
 LARGEST_RATE = 1e4
 
@@ -86,14 +88,14 @@ class Inputs(NamedTuple):
 class StepTensors(NamedTuple):
     """The tensors of a decoding step, in the order of the operator."""
 
-    out: Annotated[Tensor, "Tensor(a!)"]
+    out: Written
     q: Tensor
     k: Tensor
     v: Tensor
-    state_cache: Annotated[Tensor, "Tensor(b!)"]
+    state_cache: Written
     decay: Tensor
     slot_idx: Tensor
-    states_out: Annotated[Tensor | None, "Tensor(c!)?"]
+    states_out: Written | None
 
 
 class Options(NamedTuple):

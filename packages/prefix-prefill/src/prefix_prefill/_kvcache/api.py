@@ -157,9 +157,7 @@ def flash_attn_with_kvcache(
             paged_checks.check_invariant(q, head_dim_v, q.dtype, kv_dtype, alibi_slopes)
         moves = options.window_left >= 0 or options.window_right >= 0
         new = 0 if k is None else k.shape[1]
-        known = _Known(
-            AppendOptions(rotary_interleaved, moves), RowOptions(new, *options[:5], invariant)
-        )
+        known = _Known(AppendOptions(rotary_interleaved, moves), RowOptions.of(new, options))
     batch, seqlen_q, heads_q, head_dim = q.shape
     capacity = kvcache_checks.room(given)
     if not is_tensor:

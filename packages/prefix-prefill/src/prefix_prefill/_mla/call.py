@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .._linked.host.operators import Written
+
 
 class MlaTensors(NamedTuple):
     """The tensors of a call, in the order of the operator."""
@@ -18,8 +20,8 @@ class MlaTensors(NamedTuple):
     seqlens_k: Tensor
     q_descale: Tensor | None
     kv_descale: Tensor | None
-    out: Tensor  # [tokens, heads, head_dim_v]
-    lse: Tensor | None  # [heads, tokens]
+    out: Written  # [tokens, heads, head_dim_v]
+    lse: Written | None  # [heads, tokens]
 
 
 class MlaOptions(NamedTuple):
@@ -30,12 +32,21 @@ class MlaOptions(NamedTuple):
     num_splits: int
 
 
+class MlaCall(NamedTuple):
+    """The arguments of the attention operator."""
+
+    tensors: MlaTensors
+    max_seqlen_q: int
+    max_seqlen_k: int
+    options: MlaOptions
+
+
 class MlaWriteTensors(NamedTuple):
-    """The tensors of a write into a cache, in the order of the operator."""
+    """The arguments of the operator that writes into a cache."""
 
     kv_c: Tensor  # [tokens, head_dim_v]
     k_pe: Tensor  # [tokens, head_dim - head_dim_v]
-    kv_cache: Tensor
+    kv_cache: Written
     slot_mapping: Tensor
     scale: Tensor | None
 

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._linked.host.operators import register
+from .._linked.host.operators import register, schema_of, structured
 from .._paged.ops import NAMESPACE
 from . import eager
-from .call import MlaOptions, MlaPlan, MlaTensors, MlaWritePlan, MlaWriteTensors
+from .call import MlaCall, MlaOptions, MlaPlan, MlaTensors, MlaWritePlan, MlaWriteTensors
 from .checks import check_mla_slots, check_mla_values
 
 __all__ = ["mla_attention", "mla_cache_write", "mla_plan_of", "mla_write_plan_of"]
 
 
-def _call_of(arguments: tuple[Any, ...]) -> tuple[MlaTensors, tuple[int, int], MlaOptions]:
-    """Return the operator's arguments as structures."""
-    count = len(MlaTensors._fields)
-    bounds = arguments[count], arguments[count + 1]
-    return MlaTensors(*arguments[:count]), bounds, MlaOptions(*arguments[count + 2 :])
-
-
 def _triton(*arguments: Any) -> None:
     from .launch import launch_mla
 
-    x, bounds, options = _call_of(arguments)
-    launch_mla(x, *bounds, options)
+    launch_mla(*structured(MlaCall, arguments))
 
 
 def _eager(*arguments: Any) -> None:
-    x, _, options = _call_of(arguments)
-    eager.mla_attention(x, options)
+    call = structured(MlaCall, arguments)
+    eager.mla_attention(call.tensors, call.options)
 
 
 def _check(*arguments: Any) -> None:
-    x, bounds, _ = _call_of(arguments)
-    check_mla_values(x, *bounds)
+    call = structured(MlaCall, arguments)
+    check_mla_values(call.tensors, call.max_seqlen_q, call.max_seqlen_k)
 
 
 def _write_triton(*arguments: Any) -> None:
@@ -43,24 +35,13 @@ def _write_triton(*arguments: Any) -> None:
     launch_mla_write(MlaWriteTensors(*arguments))
 
 
-def _write_eager(*arguments: Any) -> None:
-    eager.mla_cache_write(MlaWriteTensors(*arguments))
-
-
-def _check_write(*arguments: Any) -> None:
-    check_mla_slots(MlaWriteTensors(*arguments))
-
-
 def _nothing(*_: Any) -> None:
     """Stand in for every operator under fake tensors: operators return nothing."""
 
 
 mla_attention = register(
     f"{NAMESPACE}::mla_attention",
-    "(Tensor q, Tensor kv_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seqlens_k, "
-    "Tensor? q_descale, Tensor? kv_descale, Tensor(a!) out, Tensor(b!)? lse, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
-    "SymInt num_splits) -> ()",
+    f"({schema_of(MlaCall)}) -> ()",
     fake=_nothing,
     kernels=_triton,
     eager=_eager,
@@ -68,11 +49,11 @@ mla_attention = register(
 )
 mla_cache_write = register(
     f"{NAMESPACE}::mla_cache_write",
-    "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? scale) -> ()",
+    f"({schema_of(MlaWriteTensors)}) -> ()",
     fake=_nothing,
     kernels=_write_triton,
-    eager=_write_eager,
-    check=_check_write,
+    eager=lambda *x: eager.mla_cache_write(MlaWriteTensors(*x)),
+    check=lambda *x: check_mla_slots(MlaWriteTensors(*x)),
 )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .._linked.host.operators import Written
 
 
 class Tensors(NamedTuple):
@@ -30,8 +31,8 @@ class Tensors(NamedTuple):
     out_scale: Tensor | None
     positions: Tensor | None
     tree_mask: Tensor | None
-    out: Tensor
-    lse: Tensor | None
+    out: Written
+    lse: Written | None
 
     @classmethod
     def of(cls, **given: Tensor | None) -> Tensors:
@@ -46,46 +47,53 @@ class Options(NamedTuple):
     window_left: int
     window_right: int
     softcap: float
-    num_splits: int = 0
-    signed_alibi: bool = False
-    skip_decode: bool = False
-    decode_from_cache: bool = False
-    fill_padding: bool = True
-    long_only: bool = False
+    num_splits: int
+    signed_alibi: bool
+    skip_decode: bool
+    decode_from_cache: bool
+    fill_padding: bool
+    long_only: bool
     invariant: bool = False
     # cascade: the call holds the suffix keys, so every sequence has a key for each of its queries
     own_keys: bool = False
 
 
+# those of an ordinary call, without a mask
+ORDINARY = Options(
+    softmax_scale=1.0,
+    window_left=-1,
+    window_right=-1,
+    softcap=0.0,
+    num_splits=0,
+    signed_alibi=False,
+    skip_decode=False,
+    decode_from_cache=False,
+    fill_padding=True,
+    long_only=False,
+)
+
+
 class Call(NamedTuple):
-    """All arguments of the attention operator."""
+    """The arguments of the attention operator."""
 
     tensors: Tensors
     max_seqlen_q: int
     max_seqlen_k: int
     options: Options
 
-    @classmethod
-    def of(cls, *arguments: Any) -> Call:
-        """Return the operator's arguments, which come one by one, as structures."""
-        rest = iter(arguments)
-        tensors = Tensors._make(islice(rest, len(Tensors._fields)))
-        max_seqlen_q, max_seqlen_k, *options = rest
-        return cls(tensors, max_seqlen_q, max_seqlen_k, Options(*options))
-
 
 class WriteTensors(NamedTuple):
-    """The tensors of a write into a cache, in the order of the operator."""
+    """The arguments of the operator that writes into a cache."""
 
     k: Tensor
     v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Written
+    v_cache: Written
     slot_mapping: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
-    k_scale_cache: Tensor | None
-    v_scale_cache: Tensor | None
+    k_scale_cache: Written | None
+    v_scale_cache: Written | None
 
 
 class Plan(Protocol):
@@ -117,16 +125,16 @@ class AppendTensors(NamedTuple):
     q: Tensor  # [batch * seqlen_q, heads_q, head_dim]
     k: Tensor  # [batch * seqlen_new, heads_k, head_dim]
     v: Tensor  # [batch * seqlen_new, heads_k, head_dim_v]
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Written
+    v_cache: Written
     cache_seqlens: Tensor
     cache_batch_idx: Tensor | None
     block_table: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
-    rotated: Tensor | None  # output for the rotated queries; None without rotary embeddings
-    k_scale_cache: Tensor | None
-    v_scale_cache: Tensor | None
+    rotated: Written | None  # output for the rotated queries; None without rotary embeddings
+    k_scale_cache: Written | None
+    v_scale_cache: Written | None
 
 
 class AppendOptions(NamedTuple):
@@ -134,6 +142,13 @@ class AppendOptions(NamedTuple):
 
     interleaved: bool
     moving: bool  # query i is at position i after the first new one; False: all are at the first
+
+
+class AppendCall(NamedTuple):
+    """The arguments of the append operator."""
+
+    tensors: AppendTensors
+    options: AppendOptions
 
 
 class RowTensors(NamedTuple):
@@ -149,8 +164,8 @@ class RowTensors(NamedTuple):
     alibi_slopes: Tensor | None
     k_scale_cache: Tensor | None
     v_scale_cache: Tensor | None
-    out: Tensor  # [batch * seqlen_q, heads_q, head_dim_v]
-    lse: Tensor | None  # [heads_q, batch * seqlen_q]
+    out: Written  # [batch * seqlen_q, heads_q, head_dim_v]
+    lse: Written | None  # [heads_q, batch * seqlen_q]
 
 
 class RowOptions(NamedTuple):
@@ -164,9 +179,24 @@ class RowOptions(NamedTuple):
     num_splits: int
     invariant: bool = False
 
+    @classmethod
+    def of(cls, new: int, options: Options) -> RowOptions:
+        """Return options of an ordinary call."""
+        given = {"new": new, **options._asdict()}
+        return cls(**{name: given[name] for name in cls._fields})
+
     def as_options(self) -> Options:
         """Return the same options as the attention operator takes them."""
-        return Options(*self[1:6], invariant=self.invariant)
+        given = self._asdict()
+        del given["new"]
+        return ORDINARY._replace(**given)
+
+
+class RowCall(NamedTuple):
+    """The arguments of the operator that attends to rows of a cache."""
+
+    tensors: RowTensors
+    options: RowOptions
 
 
 class AppendPlan(Protocol):

@@ -21,6 +21,7 @@ from .._cache.kernels.addressing import (
 )
 from .._cache.kernels.arguments import RowStrides
 from .._cache.layout import cache_sizes
+from .._linked.host.operators import structured
 from .._linked.launch.entries import flat
 from .._linked.launch.runtime import MAX_COUNTS, Launch, aligned, dense, is_aligned
 from .call import Call, Options, Plan, Tensors
@@ -54,7 +55,7 @@ _DENSE = ("cu_seqlens_q", "seqlens_k", "positions", "alibi_slopes", "sinks", "tr
 
 def launch_attention(*arguments: Any) -> None:
     """Run the attention operator on checked inputs; see ``ops.py`` for its schema."""
-    call = Call.of(*arguments)
+    call = structured(Call, arguments)
     x = call.tensors
     q, k, v, out = aligned(x.q), x.k, x.v, x.out
     if k is not None:

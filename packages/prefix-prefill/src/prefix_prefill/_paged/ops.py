@@ -11,15 +11,17 @@ from typing import Any
 from .._kvcache import eager as kvcache_eager
 from .._kvcache.checks import check_append_values, check_row_values
 from .._linked.host.forms import interpreted
-from .._linked.host.operators import free_namespace, register
+from .._linked.host.operators import free_namespace, register, schema_of, structured
 from . import eager as paged_eager
 from .call import (
+    AppendCall,
     AppendOptions,
     AppendPlan,
     AppendTensors,
     Call,
     Options,
     Plan,
+    RowCall,
     RowOptions,
     RowPlan,
     RowTensors,
@@ -48,12 +50,8 @@ def _attention_triton(*arguments: Any) -> None:
     launch_attention(*arguments)
 
 
-def _check_attention(*arguments: Any) -> None:
-    check_values(Call.of(*arguments))
-
-
 def _attention_eager(*arguments: Any) -> None:
-    call = Call.of(*arguments)
+    call = structured(Call, arguments)
     # eager code needs no bounds of the lengths
     paged_eager.attention(call.tensors, call.options)
 
@@ -81,36 +79,10 @@ def _append_triton(*arguments: Any) -> None:
     launch_append(*arguments)
 
 
-def _append_of(arguments: tuple[Any, ...]) -> tuple[AppendTensors, AppendOptions]:
-    count = len(AppendTensors._fields)
-    return AppendTensors(*arguments[:count]), AppendOptions(*arguments[count:])
-
-
-def _check_append(*arguments: Any) -> None:
-    check_append_values(*_append_of(arguments))
-
-
-def _append_eager(*arguments: Any) -> None:
-    kvcache_eager.append(*_append_of(arguments))
-
-
 def _rows_triton(*arguments: Any) -> None:
     from .._kvcache.kernels.launch import launch_attend
 
     launch_attend(*arguments)
-
-
-def _rows_of(arguments: tuple[Any, ...]) -> tuple[RowTensors, RowOptions]:
-    count = len(RowTensors._fields)
-    return RowTensors(*arguments[:count]), RowOptions(*arguments[count:])
-
-
-def _check_rows(*arguments: Any) -> None:
-    check_row_values(*_rows_of(arguments))
-
-
-def _rows_eager(*arguments: Any) -> None:
-    kvcache_eager.attend(*_rows_of(arguments))
 
 
 def _nothing(*_: Any) -> None:
@@ -121,24 +93,15 @@ NAMESPACE = free_namespace(__name__, "attention")
 
 attention = register(
     f"{NAMESPACE}::attention",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k, Tensor? v, Tensor block_table, "
-    "Tensor cu_seqlens_q, Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? k_scale_cache, "
-    "Tensor? v_scale_cache, Tensor? out_scale, Tensor? positions, Tensor? tree_mask, "
-    "Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, "
-    "SymInt num_splits, bool signed_alibi, bool skip_decode, bool decode_from_cache, "
-    "bool fill_padding, bool long_only, bool invariant=False, "
-    "bool own_keys=False) -> ()",
+    f"({schema_of(Call)}) -> ()",
     fake=_nothing,
     kernels=_attention_triton,
     eager=_attention_eager,
-    check=_check_attention,
+    check=lambda *x: check_values(structured(Call, x)),
 )
 reshape_and_cache = register(
     f"{NAMESPACE}::reshape_and_cache",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache) -> ()",
+    f"({schema_of(WriteTensors)}) -> ()",
     fake=_nothing,
     kernels=_reshape_and_cache_triton,
     eager=paged_eager.reshape_and_cache,
@@ -154,26 +117,19 @@ merge_states = register(
 )
 append_kvcache = register(
     f"{NAMESPACE}::append_kvcache",
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
-    "Tensor? cache_batch_idx, Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "Tensor(c!)? rotated, Tensor(d!)? k_scale_cache, Tensor(e!)? v_scale_cache, bool interleaved, "
-    "bool moving) -> ()",
+    f"({schema_of(AppendCall)}) -> ()",
     fake=_nothing,
     kernels=_append_triton,
-    eager=_append_eager,
-    check=_check_append,
+    eager=lambda *x: kvcache_eager.append(*structured(AppendCall, x)),
+    check=lambda *x: check_append_values(*structured(AppendCall, x)),
 )
 attend_kvcache = register(
     f"{NAMESPACE}::attend_kvcache",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_batch_idx, "
-    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor? k_scale_cache, "
-    "Tensor? v_scale_cache, Tensor(a!) out, Tensor(b!)? lse, SymInt new, float softmax_scale, "
-    "SymInt window_left, SymInt window_right, float softcap, SymInt num_splits, "
-    "bool invariant=False) -> ()",
+    f"({schema_of(RowCall)}) -> ()",
     fake=_nothing,
     kernels=_rows_triton,
-    eager=_rows_eager,
-    check=_check_rows,
+    eager=lambda *x: kvcache_eager.attend(*structured(RowCall, x)),
+    check=lambda *x: check_row_values(*structured(RowCall, x)),
 )
 
 

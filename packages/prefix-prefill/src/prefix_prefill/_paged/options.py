@@ -9,7 +9,7 @@ from .._linked.host.arguments import (
     check_softcap,
     check_window,
 )
-from .call import Options
+from .call import ORDINARY, Options
 
 # one pass merges the results of all splits
 MAX_SPLITS = 1024
@@ -44,5 +44,11 @@ def check_options(
             "num_splits must be 0 beside invariant=True: keys are cut where the law says, "
             f"got {num_splits}"
         )
-    right = 0 if causal else right
-    return Options(softmax_scale, left, right, softcap, num_splits, invariant=invariant)
+    return ORDINARY._replace(
+        softmax_scale=softmax_scale,
+        window_left=left,
+        window_right=0 if causal else right,
+        softcap=softcap,
+        num_splits=num_splits,
+        invariant=invariant,
+    )

@@ -9,7 +9,7 @@ import torch
 from prefix_prefill import api
 from prefix_prefill._linked.host.forms import Memory
 from prefix_prefill._paged import launch as paged_launch
-from prefix_prefill._paged.call import Options, Tensors
+from prefix_prefill._paged.call import ORDINARY, Options, Tensors
 from prefix_prefill._paged.hopper import launch as hopper_launch
 from prefix_prefill._paged.hopper.launch import as_rows
 from prefix_prefill._paged.hopper_tiles import hopper_tile, is_worth_tall, takes_tall
@@ -38,7 +38,7 @@ def call(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, page: int = 1
     return Tensors(q, cache, cache, None, None, *small, *[None] * 10, q, None)
 
 
-OPTIONS = Options(0.1, -1, 0, 0.0)
+OPTIONS = ORDINARY._replace(softmax_scale=0.1, window_right=0)
 
 
 @pytest.mark.eager

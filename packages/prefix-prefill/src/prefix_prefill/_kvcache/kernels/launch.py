@@ -15,9 +15,19 @@ from torch import Tensor
 from ..._cache.kernels.addressing import CacheForm, row_strides, strides_of
 from ..._cache.kernels.arguments import AngleStrides, Options, SlotStrides, TableStrides
 from ..._cache.layout import INT_MAX
+from ..._linked.host.operators import structured
 from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
-from ..._paged.call import AppendOptions, AppendTensors, Plan, RowOptions, RowTensors, Tensors
+from ..._paged.call import (
+    AppendCall,
+    AppendOptions,
+    AppendTensors,
+    Plan,
+    RowCall,
+    RowOptions,
+    RowTensors,
+    Tensors,
+)
 from ..._paged.invariant import InvariantAttention
 from ..._paged.launch import AttentionPlan
 from ..checks import room
@@ -35,18 +45,16 @@ MAX_INT32 = 2**31 - 1
 
 def launch_append(*arguments: Any) -> None:
     """Run the operator that appends to a cache on checked inputs."""
-    count = len(AppendTensors._fields)
-    x = AppendTensors(*arguments[:count])
+    x, options = structured(AppendCall, arguments)
     x = x._replace(q=aligned(x.q), k=aligned(x.k), v=aligned(x.v))
-    AppendPlan(x, AppendOptions(*arguments[count:])).run(x)
+    AppendPlan(x, options).run(x)
 
 
 def launch_attend(*arguments: Any) -> None:
     """Run the operator that attends to the rows of a cache on checked inputs."""
-    count = len(RowTensors._fields)
-    x = RowTensors(*arguments[:count])
+    x, options = structured(RowCall, arguments)
     x = x._replace(q=aligned(x.q))
-    RowPlan(x, RowOptions(*arguments[count:])).run(x)
+    RowPlan(x, options).run(x)
 
 
 def plans_of(
