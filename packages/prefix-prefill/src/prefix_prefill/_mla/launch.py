@@ -15,7 +15,12 @@ from .._linked.host.forms import Memory, interpreted
 from .._linked.launch.entries import flat
 from .._linked.launch.runtime import MAX_COUNTS, Launch, aligned, dense, is_aligned, row_bytes
 from .._paged.launch import MAX_TOKENS, is_writable
-from .._paged.portable.arguments import Schedule, SplitMergeTensors, SplitMergeTile
+from .._paged.portable.arguments import (
+    Schedule,
+    SplitMergeNumbers,
+    SplitMergeTensors,
+    SplitMergeTile,
+)
 from .._paged.portable.merge import split_merge_kernel
 from .._paged.portable.tile_launch import MERGE_NUMBERS, count_processors
 from .._paged.tiles import choose_splits, padded_head_dim
@@ -100,10 +105,26 @@ class SchedulePlan:
         self._merged_rows, chunk = 1, min(64, MERGE_NUMBERS // block)
         if interpreted():
             self._merged_rows, chunk = 16, 2
-        tile = SplitMergeTile(self._head_dim_v, 0.0, block, self._merged_rows, chunk, False)
+        tile = SplitMergeTile(
+            HEAD_DIM=self._head_dim_v,
+            OUT_MAX=0.0,
+            BLOCK_D=block,
+            ROWS=self._merged_rows,
+            CHUNK=chunk,
+            OVERLAP=False,
+        )
         constants = {"SCHEDULE": schedule, "TILE": tile, "num_warps": 4, "num_stages": 1}
         self._merge = Launch(split_merge_kernel, constants)
-        self._out_strides = row_strides(x.out)
+        self._form = SplitMergeNumbers(
+            batch=self._batch,
+            heads_k=1,
+            tokens=0,
+            splits=0,
+            rows=self._most_rows,
+            out=row_strides(x.out),
+        )
+        # by token count and splits
+        self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
 
     def run(self, x: MlaTensors, tokens: int, max_seqlen_k: int) -> None:
         """Launch one call."""
@@ -124,12 +145,16 @@ class SchedulePlan:
         part_out = x.out.new_empty((units * splits * rows, width), dtype=torch.float32)
         part_lse = x.out.new_empty((units * splits * rows,), dtype=torch.float32)
         self._launch(grid, x, (part_out, part_lse), splits)
+        numbers = self._numbers.get((tokens, splits)) or self._count(tokens, splits)
         self._merge(
             units * cdiv(self._most_rows, self._merged_rows),
             SplitMergeTensors(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, None),
-            # the fields of SplitMergeNumbers
-            (self._batch, 1, tokens, splits, self._most_rows, *self._out_strides),
+            numbers,
         )
+
+    def _count(self, tokens: int, splits: int) -> tuple[float, ...]:
+        numbers = flat(self._form._replace(tokens=tokens, splits=splits))
+        return self._numbers.keep((tokens, splits), numbers)
 
 
 def _launch_of(x: MlaTensors, options: MlaOptions, is_single: bool) -> MlaLaunch:
@@ -142,7 +167,13 @@ def _launch_of(x: MlaTensors, options: MlaOptions, is_single: bool) -> MlaLaunch
 
 def schedule_of(heads: int, rows: int, is_single: bool) -> Schedule:
     """Return the constants with which programs find their tiles: see ``locate``."""
-    return Schedule(heads, 1, 1 if is_single else MAX_TOKENS, cdiv(heads, rows) * is_single, rows)
+    return Schedule(
+        GROUP=heads,
+        MIN_TOKENS=1,
+        MAX_TOKENS=1 if is_single else MAX_TOKENS,
+        TILES=cdiv(heads, rows) * is_single,
+        BLOCK_M=rows,
+    )
 
 
 class PortableLaunch:

@@ -94,9 +94,9 @@ def _value_strides(k_cache: Tensor, v_cache: Tensor) -> VectorStrides:
     return _key_strides(v_cache)
 
 
-def row_strides(x: Tensor) -> RowStrides:
-    """Return the strides of a token and of a head."""
-    token, head, _ = x.stride()
+def row_strides(x: Tensor | None) -> RowStrides:
+    """Return the strides of a token and of a head; zeros without the tensor."""
+    token, head, _ = (0, 0, 0) if x is None else x.stride()
     return RowStrides(token, head)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._cache.kernels.addressing import descale_ndim, row_strides
-from ..._cache.kernels.arguments import TableStrides
+from ..._cache.kernels.addressing import descale_ndim, row_strides, strides_of
+from ..._cache.kernels.arguments import SlotStrides, TableStrides
 from ..._linked.hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ..._linked.hopper.tma import MapForm, MapLaunch, TensorMap
 from ..._linked.host.forms import Memory
@@ -13,7 +13,7 @@ from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import MAX_COUNTS
 from .. import call
 from ..hopper_tiles import HopperTile, hopper_tile, is_worth_tall, takes_tall
-from ..portable.tile_launch import TilePlan, scores_of, stride_of_slopes, strides_of_scales
+from ..portable.tile_launch import TilePlan, scores_of, stride_of_slopes
 from ..tiles import copied_keys, padded_head_dim, rows_of_cache, rows_of_page
 from .arguments import (
     CacheStrides,
@@ -78,8 +78,8 @@ class HopperPlan:
             self._wide_numbers = WideNumbers(
                 k_cache=CacheStrides(*x.k_cache.stride()[1:3]),
                 v_cache=CacheStrides(*x.v_cache.stride()[1:3]),
-                k_scales=strides_of_scales(x.k_scale_cache),
-                v_scales=strides_of_scales(x.v_scale_cache),
+                k_scales=strides_of(SlotStrides, x.k_scale_cache),
+                v_scales=strides_of(SlotStrides, x.v_scale_cache),
                 heads_k=portable.heads_k,
             )
         else:

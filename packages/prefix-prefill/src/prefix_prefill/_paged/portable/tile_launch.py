@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import torch
 from attn_common import cdiv, detect, fp8_info
-from torch import Tensor
 
-from ..._cache.kernels.addressing import CacheForm, descale_ndim, row_strides
-from ..._cache.kernels.arguments import RowStrides, SlotStrides, TableStrides
+from ..._cache.kernels.addressing import CacheForm, descale_ndim, row_strides, strides_of
+from ..._cache.kernels.arguments import SlotStrides, TableStrides
 from ..._cache.layout import cache_sizes, is_packed
 from ..._linked.host.arguments import MAX_WINDOW
 from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
@@ -87,7 +86,9 @@ class TilePlan:
         # but for counts that depend on a call
         self._numbers = _numbers_of(x, options, cache)
         self._work: Memory[Work] = Memory(MAX_COUNTS)
-        schedule = Schedule(self.group, least, most, tiles, tile.block_m)
+        schedule = Schedule(
+            GROUP=self.group, MIN_TOKENS=least, MAX_TOKENS=most, TILES=tiles, BLOCK_M=tile.block_m
+        )
         block_d, block_dv = (
             max(padded_head_dim(n, x.q.element_size()), MIN_TILE * cache.slices)
             for n in (self.head_dim, self.head_dim_v)
@@ -122,7 +123,12 @@ class TilePlan:
         if interpreted():
             self._merged_rows, chunk = 16, 2
         merged = SplitMergeTile(
-            self.head_dim_v, asked.OUT_MAX, block_dv, self._merged_rows, chunk, overlap
+            HEAD_DIM=self.head_dim_v,
+            OUT_MAX=asked.OUT_MAX,
+            BLOCK_D=block_dv,
+            ROWS=self._merged_rows,
+            CHUNK=chunk,
+            OVERLAP=overlap,
         )
         constants = {"SCHEDULE": schedule, "TILE": merged, "num_warps": 4, "num_stages": 1}
         constants |= {"launch_pdl": True} if overlap else {}
@@ -206,13 +212,8 @@ def stride_of_slopes(x: Tensors) -> int:
     return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
 
 
-def strides_of_scales(cache: Tensor | None) -> SlotStrides:
-    """Return the strides of the scales per token of keys or values; zeros without them."""
-    return SlotStrides(0, 0, 0) if cache is None else SlotStrides(*cache.stride())
-
-
 def _numbers_of(x: Tensors, options: Options, cache: CacheForm) -> Numbers:
-    none, v = RowStrides(0, 0), cache.v
+    v = cache.v
     return Numbers(
         scores=scores_of(options),
         batch=x.seqlens_k.shape[0],
@@ -224,12 +225,12 @@ def _numbers_of(x: Tensors, options: Options, cache: CacheForm) -> Numbers:
         out=row_strides(x.out),
         k_cache=cache.k,
         v_cache=ValueStrides(v.page, v.slot, v.head, v.number),
-        k=none if x.k is None else row_strides(x.k),
-        v=none if x.v is None else row_strides(x.v),
+        k=row_strides(x.k),
+        v=row_strides(x.v),
         table=TableStrides(*x.block_table.stride()),
         slopes=stride_of_slopes(x),
-        k_scales=strides_of_scales(x.k_scale_cache),
-        v_scales=strides_of_scales(x.v_scale_cache),
+        k_scales=strides_of(SlotStrides, x.k_scale_cache),
+        v_scales=strides_of(SlotStrides, x.v_scale_cache),
     )
 
 
