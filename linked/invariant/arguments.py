@@ -6,9 +6,9 @@ both. Strides count elements.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..launch.entries import Foreign, Number, Pointer
+from ..launch.entries import Constant, Foreign, Number, Pointer
 from ..portable.primitives import Strides
 
 
@@ -106,33 +106,33 @@ class Numbers(NamedTuple):
 class Options(NamedTuple):
     """What a call computes, and how its tensors lie."""
 
-    GROUP: Any  # query heads per key head
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    FOLD: Any  # a positive scale is the only step between products and softmax
-    DESCALE_NDIM: Any
-    PAGE: Any  # slots per page; 0: keys are dense
-    K_RUN: Any  # consecutive numbers of a key
-    K_BYTES: Any  # alignment of every run; 0: its numbers have gaps
-    V_BYTES: Any
-    ROW_BYTES: Any  # alignment of rows of q and of new keys and values
-    DECODE_FROM_CACHE: Any  # a sequence of one query has all of its keys in the cache
-    PIECE: Any = 0  # on Hopper: keys per TMA copy; 0: a warpgroup loads them
+    GROUP: Constant  # query heads per key head
+    HAS_LEFT: Constant
+    HAS_RIGHT: Constant
+    HAS_SOFTCAP: Constant
+    FOLD: Constant  # a positive scale is the only step between products and softmax
+    DESCALE_NDIM: Constant
+    PAGE: Constant  # slots per page; 0: keys are dense
+    K_RUN: Constant  # consecutive numbers of a key
+    K_BYTES: Constant  # alignment of every run; 0: its numbers have gaps
+    V_BYTES: Constant
+    ROW_BYTES: Constant  # alignment of rows of q and of new keys and values
+    DECODE_FROM_CACHE: Constant  # a sequence of one query has all of its keys in the cache
+    PIECE: Constant = 0  # on Hopper: keys per TMA copy; 0: a warpgroup loads them
 
 
 class Tile(NamedTuple):
     """Tile sizes of the walk, fixed by head dimension, dtype and platform."""
 
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    BLOCK_D: Any  # the head dimensions, padded
-    BLOCK_DV: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    SEGMENT: Any
-    PRECISION: Any
-    UPCAST: Any  # interpreted
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant
+    BLOCK_D: Constant  # the head dimensions, padded
+    BLOCK_DV: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    SEGMENT: Constant
+    PRECISION: Constant
+    UPCAST: Constant  # interpreted
 
 
 class MergeTensors(NamedTuple):
@@ -162,6 +162,6 @@ class MergeNumbers(NamedTuple):
 class MergeTile(NamedTuple):
     """Constants of a merge."""
 
-    HEAD_DIM_V: Any
-    BLOCK_DV: Any
-    ROWS: Any
+    HEAD_DIM_V: Constant
+    BLOCK_DV: Constant
+    ROWS: Constant

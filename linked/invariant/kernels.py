@@ -13,7 +13,7 @@ import triton.language as tl
 from ..launch.entries import entry
 from ..portable.mask import Mask, seen_keys
 from ..portable.primitives import pointer_to
-from .arguments import MergeNumbers, MergeTensors, Numbers, Tensors
+from .arguments import MergeNumbers, MergeTensors, MergeTile, Numbers, Options, Tensors, Tile
 from .arithmetic import finish, merge_segment, sink_alone
 from .structures import Rows, Softmax, Source
 from .walk import load_rows, locate, walk_segment
@@ -43,10 +43,8 @@ def _seen(place, diagonal, is_real, numbers, OPTIONS: tl.constexpr, TILE: tl.con
 
 
 @entry(triton.jit)
-def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``out = softmax(mask(scale * q @ k.T)) @ v`` of a tile of rows, or the sums of a segment."""
-    GROUP: tl.constexpr = OPTIONS.GROUP
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
     heads_k = numbers.heads_k
     # heads change fastest: their keys are neighbours in a page
     pid = tl.program_id(0)
@@ -61,11 +59,11 @@ def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, 
     sequence_64 = tl.maximum(tl.minimum(place.sequence, numbers.batch - 1), 0).to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
 
-    row = place.tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    inside = row < place.seqlen_q * GROUP
-    token = row // GROUP
+    row = place.tile * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
+    inside = row < place.seqlen_q * OPTIONS.GROUP
+    token = row // OPTIONS.GROUP
     token_64 = place.q_start + token
-    head = head_k_64 * GROUP + row % GROUP
+    head = head_k_64 * OPTIONS.GROUP + row % OPTIONS.GROUP
     diagonal = place.seqlen_k - place.seqlen_q
     q_rows = token_64 * numbers.q.token + head * numbers.q.head
     q_base = tensors.q_ptr + sequence_64 * numbers.q.batch
@@ -105,7 +103,7 @@ def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, 
     if tensors.part_out_ptr is not None:
         sums = walk_segment(part, rows, source, numbers, OPTIONS, TILE)
         # the sums of a row are indexed by its token and head
-        heads_q = (heads_k * GROUP).to(tl.int64)
+        heads_q = (heads_k * OPTIONS.GROUP).to(tl.int64)
         all_rows = numbers.tokens_q * heads_q
         at = token_64 * heads_q + head
         if tensors.cu_seqlens_q_ptr is None:
@@ -121,8 +119,8 @@ def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, 
         tl.store(part_rows + cols[None, :], sums.acc, mask=mask)
     else:
         # tokens of no sequence have no sink
-        counts = row < tl.where(is_real, place.seqlen_q * GROUP, 0)
-        total = sink_alone(tensors.sinks_ptr, head, counts, BLOCK_M, TILE.BLOCK_DV)
+        counts = row < tl.where(is_real, place.seqlen_q * OPTIONS.GROUP, 0)
+        total = sink_alone(tensors.sinks_ptr, head, counts, TILE.BLOCK_M, TILE.BLOCK_DV)
         acc, l_i, m_i = total.acc, total.l_i, total.m_i
         for segment in tl.range(first // TILE.SEGMENT, tl.cdiv(last, TILE.SEGMENT)):
             sums = walk_segment(segment, rows, source, numbers, OPTIONS, TILE)
@@ -136,7 +134,7 @@ def invariant_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, 
 
 
 @entry(triton.jit)
-def invariant_merge_kernel(tensors: MergeTensors, numbers: MergeNumbers, TILE: tl.constexpr):
+def invariant_merge_kernel(tensors: MergeTensors, numbers: MergeNumbers, TILE: MergeTile):
     """``out = sum_i 2^(m_i - m) acc_i / sum_i 2^(m_i - m) l_i`` over segments i, in their order."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)  # [ROWS]
     inside = row < numbers.rows

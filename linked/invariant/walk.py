@@ -33,7 +33,6 @@ def locate(unit, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     Padding before the first and after the last sequence is treated as two extra sequences without
     keys.
     """
-    BLOCK: tl.constexpr = TILE.BLOCK_M
     GROUP: tl.constexpr = OPTIONS.GROUP
     batch = numbers.batch
     if tensors.cu_seqlens_q_ptr is None:
@@ -43,7 +42,7 @@ def locate(unit, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
         seqlen_q = numbers.tokens_q
         is_real = sequence < batch
     else:
-        sequence = _find_sequence(tensors.cu_seqlens_q_ptr, unit, batch, GROUP, BLOCK)
+        sequence = _find_sequence(tensors.cu_seqlens_q_ptr, unit, batch, GROUP, TILE.BLOCK_M)
         is_real = (sequence >= 0) & (sequence < batch)
         begin = tl.load(tensors.cu_seqlens_q_ptr + sequence, mask=sequence >= 0, other=0)
         end = tl.load(
@@ -51,8 +50,8 @@ def locate(unit, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
         )
         q_start = begin.to(tl.int64)
         seqlen_q = end - begin
-        first = tl.where(sequence < 0, 0, q_start * GROUP // BLOCK + sequence + 1)
-        tile = tl.cdiv(seqlen_q * GROUP, BLOCK) - 1 - (unit - first).to(tl.int32)
+        first = tl.where(sequence < 0, 0, q_start * GROUP // TILE.BLOCK_M + sequence + 1)
+        tile = tl.cdiv(seqlen_q * GROUP, TILE.BLOCK_M) - 1 - (unit - first).to(tl.int32)
     k_start = tl.zeros([], tl.int64)
     seqlen_k = numbers.tokens_k
     if tensors.cu_seqlens_k_ptr is not None:
@@ -120,14 +119,11 @@ def _load_keys(
     """Load a tile of keys and values in the queries' dtype; ``MASKED``: only visible ones."""
     Q: tl.constexpr = rows.q.dtype
     D: tl.constexpr = TILE.HEAD_DIM
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
     DV: tl.constexpr = TILE.HEAD_DIM_V
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
-    K_BYTES: tl.constexpr = OPTIONS.K_BYTES
-    V_BYTES: tl.constexpr = OPTIONS.V_BYTES
     HAS_NEW: tl.constexpr = source.new_k_ptr is not None
     keys = begin + tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
-    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
     cols_v = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     wanted = None
     if MASKED:
@@ -140,25 +136,25 @@ def _load_keys(
     if OPTIONS.K_RUN < D:
         k_place = (cols // OPTIONS.K_RUN).to(tl.int64) * numbers.k.run
         k_place += (cols % OPTIONS.K_RUN).to(tl.int64) * numbers.k.number
-    elif K_BYTES == 0:
+    elif OPTIONS.K_BYTES == 0:
         k_place *= numbers.k.number
-    if V_BYTES == 0:
+    if OPTIONS.V_BYTES == 0:
         v_place *= numbers.v.number
     k_rows, v_rows = _offsets(keys, source, cached, numbers, OPTIONS)
     k_begins = source.k_ptr + k_rows[:, None]
-    if K_BYTES > 0 and OPTIONS.K_RUN >= D:
-        k_begins = tl.multiple_of(k_begins, [K_BYTES, K_BYTES])
+    if OPTIONS.K_BYTES > 0 and OPTIONS.K_RUN >= D:
+        k_begins = tl.multiple_of(k_begins, [OPTIONS.K_BYTES, OPTIONS.K_BYTES])
     v_begins = source.v_ptr + v_rows[:, None]
-    if V_BYTES > 0:
-        v_begins = tl.multiple_of(v_begins, [V_BYTES, V_BYTES])
-    k = _as_queries(_load(k_begins, k_place, cached, cols, D, BLOCK_D), source.k_descale, Q)
+    if OPTIONS.V_BYTES > 0:
+        v_begins = tl.multiple_of(v_begins, [OPTIONS.V_BYTES, OPTIONS.V_BYTES])
+    k = _as_queries(_load(k_begins, k_place, cached, cols, D, TILE.BLOCK_D), source.k_descale, Q)
     v = _as_queries(_load(v_begins, v_place, cached, cols_v, DV, BLOCK_DV), source.v_descale, Q)
     if HAS_NEW:
         new = (keys >= tl.maximum(rows.first, source.context)) & (keys < rows.last)
         at = (keys - source.context).to(tl.int64)
         # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         new_k = load_rows(
-            source.new_k_ptr, at, numbers.new_k.token, new, D, BLOCK_D, OPTIONS.ROW_BYTES
+            source.new_k_ptr, at, numbers.new_k.token, new, D, TILE.BLOCK_D, OPTIONS.ROW_BYTES
         )
         new_v = load_rows(
             source.new_v_ptr, at, numbers.new_v.token, new, DV, BLOCK_DV, OPTIONS.ROW_BYTES

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...launch.entries import Foreign, Map, Number, Pointer
+from ...launch.entries import Constant, Foreign, Map, Number, Pointer
 from ..arguments import KeyStrides, RowStrides, Scores, TableStrides, ValueStrides
 
 
@@ -72,15 +72,15 @@ class Numbers(NamedTuple):
 class Tile(NamedTuple):
     """How a program divides its work."""
 
-    PACK: Any  # query heads that share a tile
-    WARPGROUPS: Any
-    ROWS: Any  # of a warpgroup
-    BLOCK_N: Any
-    HEAD_DIM: Any  # padded
-    HEAD_DIM_V: Any
-    WIDTH: Any  # not padded
-    WIDTH_V: Any
-    STAGES_K: Any
-    STAGES_V: Any
-    SHARE: Any  # the output is staged in the memory of the queries
-    SEGMENT: Any  # tiles of keys
+    PACK: Constant  # query heads that share a tile
+    WARPGROUPS: Constant
+    ROWS: Constant  # of a warpgroup
+    BLOCK_N: Constant
+    HEAD_DIM: Constant  # padded
+    HEAD_DIM_V: Constant
+    WIDTH: Constant  # not padded
+    WIDTH_V: Constant
+    STAGES_K: Constant
+    STAGES_V: Constant
+    SHARE: Constant  # the output is staged in the memory of the queries
+    SEGMENT: Constant  # tiles of keys

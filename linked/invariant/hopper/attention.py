@@ -10,21 +10,19 @@ from __future__ import annotations
 from ...hopper.compat import gl, gluon, hopper
 from ...hopper.pipeline import FIELDS, SLOTS, barriers
 from ...launch.entries import entry
-from .arguments import Numbers, Tensors
+from ..arguments import Options
+from .arguments import Numbers, Tensors, Tile
 from .consumer import consume
 from .producer import produce
 from .structures import Inputs, Parts, Pipeline, Results
 
 
 @entry(gluon.jit)
-def invariant_hopper_kernel(
-    tensors: Tensors, numbers: Numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def invariant_hopper_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, or the sums of single segments of the keys."""
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
     dtype: gl.constexpr = tensors.q_desc.dtype
-    box_q: gl.constexpr = [WARPGROUPS, 1, 1, TILE.PACK, TOKENS, TILE.HEAD_DIM]
+    box_q: gl.constexpr = [TILE.WARPGROUPS, 1, 1, TILE.PACK, TOKENS, TILE.HEAD_DIM]
     q_s = gl.allocate_shared_memory(dtype, box_q, tensors.q_desc.layout)
     # one warp copies by TMA, or a warpgroup loads
     WARPS: gl.constexpr = 1 if OPTIONS.PIECE > 0 else 4
@@ -36,13 +34,13 @@ def invariant_hopper_kernel(
     v_s = gl.allocate_shared_memory(dtype, [TILE.STAGES_V] + box_v, layout_v)
     out_s = q_s
     if not TILE.SHARE and tensors.part_out_ptr is None:
-        box_out: gl.constexpr = [WARPGROUPS, 1, 1, TILE.PACK, TOKENS, TILE.HEAD_DIM_V]
+        box_out: gl.constexpr = [TILE.WARPGROUPS, 1, 1, TILE.PACK, TOKENS, TILE.HEAD_DIM_V]
         out_s = gl.allocate_shared_memory(dtype, box_out, tensors.out_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
-    q_full, q_empty = barriers(WARPGROUPS, 1), barriers(WARPGROUPS, 1)
+    q_full, q_empty = barriers(TILE.WARPGROUPS, 1), barriers(TILE.WARPGROUPS, 1)
     k_full, v_full = barriers(TILE.STAGES_K, 1), barriers(TILE.STAGES_V, 1)
-    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, WARPGROUPS)
+    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, TILE.WARPGROUPS)
     hopper.fence_async_shared()
     pipeline = Pipeline(
         q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
@@ -72,10 +70,10 @@ def invariant_hopper_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 2, out_desc, pipeline, results, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 2, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 1, out_desc, pipeline, results, OPTIONS, TILE)),
             (produce, (inputs, pipeline, OPTIONS, TILE, WARPS)),
-        ][2 - WARPGROUPS :],
-        [4, WARPS][2 - WARPGROUPS :],
-        [240, 24 if OPTIONS.PIECE > 0 else 232][2 - WARPGROUPS :],
+        ][2 - TILE.WARPGROUPS :],
+        [4, WARPS][2 - TILE.WARPGROUPS :],
+        [240, 24 if OPTIONS.PIECE > 0 else 232][2 - TILE.WARPGROUPS :],
     )

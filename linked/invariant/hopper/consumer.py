@@ -357,8 +357,7 @@ def consume(
     W: gl.constexpr, out_desc, pipeline, results, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    ROWS: gl.constexpr = TILE.ROWS
-    TOKENS: gl.constexpr = ROWS // TILE.PACK
+    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     # the scale is part of the exponential's fma; it is positive, so it commutes with max
     factor = 1.0
@@ -369,11 +368,11 @@ def consume(
         _pass_turn(W, TILE)
     turn = 0  # number of tiles of keys so far
     count = 0  # number of tiles of queries so far
-    q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
+    q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
     work = _receive(pipeline, count)
     while work.head >= 0:
         # rows count tokens within a head, then heads
-        index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
+        index = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS
         tokens = work.first_row + W * TOKENS + index % TOKENS
         mbarrier.wait(pipeline.q_full.index(W), count & 1)

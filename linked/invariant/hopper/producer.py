@@ -132,8 +132,7 @@ def _announce(index, work, count, pipeline):
 def _copy_queries(work, count, inputs, pipeline, TILE: gl.constexpr):
     """Copy a tile of queries, one box per warpgroup."""
     RAGGED: gl.constexpr = inputs.cu_seqlens_q_ptr is not None
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    for w in gl.static_range(WARPGROUPS):
+    for w in gl.static_range(TILE.WARPGROUPS):
         row = work.first_row + w * (TILE.ROWS // TILE.PACK)
         where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, RAGGED)
         mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)
@@ -175,25 +174,24 @@ def _copy_keys(
     the keys end (see ``coordinates``), or begins where they begin: rows below 0 are zeros, too. So
     hidden keys are not read, and a piece without keys needs no page.
     """
-    PIECE: gl.constexpr = OPTIONS.PIECE
-    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    PIECES: gl.constexpr = TILE.BLOCK_N // OPTIONS.PIECE
     index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
     mbarrier.expect(full, desc.block_type.nbytes * PIECES)
     for i in gl.static_range(PIECES):
-        key = tile * TILE.BLOCK_N + i * PIECE
+        key = tile * TILE.BLOCK_N + i * OPTIONS.PIECE
         if OPTIONS.PAGE > 0:
             row = gl.sum(gl.where(index == i, pages, 0), 0) * page_rows + key % OPTIONS.PAGE
         else:
             row = seen.sequence * page_rows + seen.start + key
-        size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
+        size = gl.maximum(gl.minimum(seen.last - key, OPTIONS.PIECE), 0)
         x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
         if OPTIONS.HAS_LEFT:
-            before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
+            before = gl.maximum(gl.minimum(seen.first - key, OPTIONS.PIECE), 0)
             x = gl.where(before > 0, 0, RAGGED_ROWS)
             y = gl.where(before > 0, row + before, y)
             start = gl.where(before > 0, -before, start)
         where = (x, y, seen.head, start, 0)
-        copy_in(desc, where, full, memory.slice(i * PIECE, PIECE, 3))
+        copy_in(desc, where, full, memory.slice(i * OPTIONS.PIECE, OPTIONS.PIECE, 3))
 
 
 @gluon.jit
@@ -211,8 +209,6 @@ def _copy_tile(
 ):
     """Copy a tile of queries, then its keys and values; return the tiles copied so far of both."""
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    STAGES_V: gl.constexpr = TILE.STAGES_V
     tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
     first, last = segments_of(tiles, work.part, TILE)
     begin = 0
@@ -236,8 +232,8 @@ def _copy_tile(
                 tile = part.high - 1 - step
                 if OPTIONS.PIECE > 0:
                     pages = _look_up(tile, seen, inputs, OPTIONS, TILE)
-                stage = turn % STAGES_K
-                if turn >= STAGES_K:
+                stage = turn % TILE.STAGES_K
+                if turn >= TILE.STAGES_K:
                     barrier_sync(EMPTY + stage, PARTIES, WARPS)
                 full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
                 if OPTIONS.PIECE > 0:
@@ -250,9 +246,9 @@ def _copy_tile(
                 if segment == first:
                     _copy_queries(work, count, inputs, pipeline, TILE)
             else:
-                stage = turn_v % STAGES_V
-                if turn_v >= STAGES_V:
-                    barrier_sync(EMPTY + STAGES_K + stage, PARTIES, WARPS)
+                stage = turn_v % TILE.STAGES_V
+                if turn_v >= TILE.STAGES_V:
+                    barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, WARPS)
                 tile = part.high - step
                 full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
                 if OPTIONS.PIECE > 0:
@@ -269,7 +265,6 @@ def _copy_tile(
 def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr):
     """Copy tiles of queries, keys and values into shared memory until no ticket is left."""
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
-    STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     index = gl.arange(0, FIELDS, _lanes(WARPS))  # [FIELDS]
     count = 0  # number of tiles of queries so far
@@ -286,12 +281,12 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: 
         ticket, work, k_start = _next_work(_next_ticket(inputs), inputs, OPTIONS, TILE, WARPS)
     _announce(index, Work(-1, -1, -1, -1, -1, -1, -1), count, pipeline)
     # meet the consumers' last arrivals, so that no barrier stays incomplete
-    for back in gl.static_range(STAGES_K):
+    for back in gl.static_range(TILE.STAGES_K):
         if turn > back:
-            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, WARPS)
+            barrier_sync(EMPTY + (turn - 1 - back) % TILE.STAGES_K, PARTIES, WARPS)
     for back in gl.static_range(STAGES_V):
         if turn_v > back:
-            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, WARPS)
+            barrier_sync(EMPTY + TILE.STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, WARPS)
     if ticket == total + gl.num_programs(0) - 1:
         # the last program to ask resets the counter for the next launch
         gl.atomic_xchg(inputs.ticket_ptr, 0, sem="relaxed")

@@ -142,10 +142,14 @@ def test_poison(serve):
 
 # function, what it says, what a mistake would be
 MISTAKES = [
-    ("work_of", "last_row // GROUP + diagonal + 1", "last_row // GROUP + diagonal"),
-    ("work_of", "whole = gl.minimum(len_k, row // GROUP + diagonal + 1)", "whole = len_k"),
+    ("work_of", "last_row // TILE.GROUP + diagonal + 1", "last_row // TILE.GROUP + diagonal"),
+    ("work_of", "whole = gl.minimum(len_k, row // TILE.GROUP + diagonal + 1)", "whole = len_k"),
     ("work_of", "gl.minimum(split * most, key_tiles)", "split * 0"),
-    ("_copy_columns", "gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE)", "PIECE"),
+    (
+        "_copy_columns",
+        "gl.minimum(last - (tile * TILE.BLOCK_N + i * TILE.PIECE), TILE.PIECE)",
+        "TILE.PIECE",
+    ),
     ("produce", "barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, 1)", "pass"),
     ("produce", "barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, 1)", "pass"),
     ("produce", "(half.block_type.nbytes + rest.block_type.nbytes)", "half.block_type.nbytes"),
@@ -158,13 +162,13 @@ MISTAKES = [
     ("lead", "barrier_sync(USED, 256, 4)", "pass"),
     ("lead", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("lead", "alpha = gl.exp2(m - pivot)", "alpha = gl.exp2(m - m)"),
-    ("lead", "if first + BLOCK_N > work.whole:", "if False:"),
+    ("lead", "if first + TILE.BLOCK_N > work.whole:", "if False:"),
     ("follow", "barrier_sync(FULL, 256, 4)", "pass"),
     ("follow", "o * pipeline.factor_s.load(gl.SliceLayout(1, O))[:, None]", "o"),
     ("follow", "barrier_arrive(USED, 256, 4)", "pass"),
     ("follow", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("_finish", "lse2 * LN2", "lse2"),
-    ("_store", "gl.program_id(0) * ROWS + index", "index"),
+    ("_store", "gl.program_id(0) * TILE.ROWS + index", "index"),
 ]
 
 

@@ -245,7 +245,7 @@ def test_a_packed_cache_is_read_as_it_lies(gpu, in_order):
         launch_decode(Config(128, packed=True))
         launch_decode(Config(128))
         launch_attention(Config(128, packed=True))
-    flags = [launch.options["CACHE"].IN_ORDER for launch in launches]
+    flags = [launch.options["IN_ORDER"] for launch in launches]
     assert flags == [in_order, False, in_order, False]
 
 

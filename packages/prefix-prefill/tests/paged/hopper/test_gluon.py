@@ -167,9 +167,9 @@ def test_an_output_in_fp32(name, head_dim, serve):
 
 
 # function, what it says, what a mistake would be
-ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)"
-WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"
-WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+ARRIVE_V = "barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, TILE.PARTIES, 4)"
+WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)"
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 WAIT_Q = "mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)"
 FULL_Q = "mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)"
@@ -188,7 +188,7 @@ MISTAKES = [
     ("receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("_attend_first", WAIT_K, "pass"),
     ("_attend", WAIT_K, "pass"),
-    ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
+    ("_attend", "turn // TILE.STAGES_K & 1", "(turn // TILE.STAGES_K & 1) ^ 1"),
     ("_attend", WAIT_V, "pass"),
     ("_attend", WAIT_S, "pass"),
     ("_attend", WAIT_S, "barrier_arrive(EMPTY + stage, TILE.PARTIES, 4); " + WAIT_S),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..._linked.launch.entries import Foreign, Number
+from ..._linked.launch.entries import Constant, Foreign, Number
 
 # ---- strides
 
@@ -84,20 +84,20 @@ class Vector(NamedTuple):
 class Options(NamedTuple):
     """Sizes of what a program writes, and how it rotates and rounds."""
 
-    KEY: Any  # vectors
-    VALUE: Any
-    HEADS: Any  # of keys
-    ROW_BYTES: Any  # alignment of the rows of new tensors
-    INT_MAX: Any  # largest code of a cache with a scale per token, 0 for other caches
-    BLOCK_T: Any
-    PAGE: Any = None  # slots of a page; None: it is a number
-    SCALE_PER_HEAD: Any = False
-    FP8_MAX: Any = 0.0  # largest finite value of an fp8 cache, 0 for other caches
-    OVERLAP: Any = False  # programs start while the previous kernel runs (PDL)
-    HEADS_Q: Any = 0
-    ROTARY_DIM: Any = 0  # 0: nothing is rotated
-    INTERLEAVED: Any = False
-    MOVING: Any = False  # query i is at position i after the first new one
+    KEY: Constant  # vectors
+    VALUE: Constant
+    HEADS: Constant  # of keys
+    ROW_BYTES: Constant  # alignment of the rows of new tensors
+    INT_MAX: Constant  # largest code of a cache with a scale per token, 0 for other caches
+    BLOCK_T: Constant
+    PAGE: Constant = None  # slots of a page; None: it is a number
+    SCALE_PER_HEAD: Constant = False
+    FP8_MAX: Constant = 0.0  # largest finite value of an fp8 cache, 0 for other caches
+    OVERLAP: Constant = False  # programs start while the previous kernel runs (PDL)
+    HEADS_Q: Constant = 0
+    ROTARY_DIM: Constant = 0  # 0: nothing is rotated
+    INTERLEAVED: Constant = False
+    MOVING: Constant = False  # query i is at position i after the first new one
 
 
 # ---- kernel that writes into pages

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import entry
-from .arguments import Numbers, Tensors
+from .arguments import Numbers, Options, Tensors
 from .structures import New, Side
 
 # 1.5 * 2**23: neighbouring fp32 numbers differ by 1 there
@@ -126,14 +126,12 @@ def _write(side, tensors, numbers, token, head, VECTOR: tl.constexpr, OPTIONS: t
 
 
 @entry(triton.jit)
-def reshape_and_cache_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr):
+def reshape_and_cache_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options):
     """``k_cache[slot // PAGE, slot % PAGE] = k / k_scale`` with ``slot = slot_mapping[token]``.
 
     A program writes the keys or the values of a block of tokens of one head. With ``INT_MAX``,
     ``k_scale`` is ``max(abs(k)) / INT_MAX`` of each row, and is written to the scale cache.
     """
-    HEADS: tl.constexpr = OPTIONS.HEADS
-    BLOCK_T: tl.constexpr = OPTIONS.BLOCK_T
     keys = Side(
         New(tensors.k_ptr, numbers.k),
         tensors.k_cache_ptr,
@@ -151,15 +149,13 @@ def reshape_and_cache_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.con
         numbers.v_scales,
     )
     pid = tl.program_id(0)
-    head = (pid // 2 % HEADS).to(tl.int64)
-    token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    head = (pid // 2 % OPTIONS.HEADS).to(tl.int64)
+    token = pid // 2 // OPTIONS.HEADS * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)  # [BLOCK_T]
     if OPTIONS.OVERLAP:
         # the next kernel may start; each waits until the previous one has stored everything
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if pid % 2 == 0:
-        KEY: tl.constexpr = OPTIONS.KEY
-        _write(keys, tensors, numbers, token, head, KEY, OPTIONS)
+        _write(keys, tensors, numbers, token, head, OPTIONS.KEY, OPTIONS)
     else:
-        VALUE: tl.constexpr = OPTIONS.VALUE
-        _write(values, tensors, numbers, token, head, VALUE, OPTIONS)
+        _write(values, tensors, numbers, token, head, OPTIONS.VALUE, OPTIONS)

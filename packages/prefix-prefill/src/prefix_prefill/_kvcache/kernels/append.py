@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..._cache.kernels.arguments import Options
 from ..._cache.kernels.structures import New, Side, Tokens
 from ..._cache.kernels.write import load, store
 from ..._linked.launch.entries import entry
@@ -30,16 +31,15 @@ def _load(new, tokens, head, tensors, numbers, VECTOR: tl.constexpr, OPTIONS: tl
     The angle is that of a token's position.
     """
     values = load(new, tokens.token, tokens.exists, head, VECTOR, OPTIONS)  # [BLOCK_T, BLOCK_D]
-    ROTARY_DIM: tl.constexpr = OPTIONS.ROTARY_DIM
-    if ROTARY_DIM > 0:
-        HALF: tl.constexpr = ROTARY_DIM // 2
+    if OPTIONS.ROTARY_DIM > 0:
+        HALF: tl.constexpr = OPTIONS.ROTARY_DIM // 2
         cols = tl.arange(0, VECTOR.BLOCK_D)  # [BLOCK_D]
         if OPTIONS.INTERLEAVED:
             pair, other, is_first = cols // 2, cols ^ 1, cols % 2 == 0
         else:
             pair, is_first = cols % HALF, cols < HALF
             other = tl.where(is_first, cols + HALF, cols - HALF)
-        turned = cols < ROTARY_DIM
+        turned = cols < OPTIONS.ROTARY_DIM
         mask = (tokens.exists & (tokens.position < numbers.seqlen_ro))[:, None] & turned[None, :]
         position = tokens.position.to(tl.int64)[:, None]
         pair = pair[None, :].to(tl.int64)
@@ -85,22 +85,20 @@ def _append(
 
 
 @entry(triton.jit)
-def append_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr):
+def append_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options):
     """``k_cache[row, cache_seqlens + i] = rotate(k[i])``, ``v_cache`` the same without rotation.
 
     Rotated queries go to ``rotated_ptr``. A program writes the keys, the values or the queries of a
     block of tokens of one head.
     """
-    HEADS: tl.constexpr = OPTIONS.HEADS
-    HEADS_Q: tl.constexpr = OPTIONS.HEADS_Q
-    KEY: tl.constexpr = OPTIONS.KEY
-    VALUE: tl.constexpr = OPTIONS.VALUE
-    cols = tl.arange(0, KEY.BLOCK_D)  # [BLOCK_D]
+    cols = tl.arange(0, OPTIONS.KEY.BLOCK_D)  # [BLOCK_D]
     pid = tl.program_id(0)
-    programs = tl.cdiv(numbers.batch * numbers.seqlen_new, OPTIONS.BLOCK_T) * 2 * HEADS
+    programs = tl.cdiv(numbers.batch * numbers.seqlen_new, OPTIONS.BLOCK_T) * 2 * OPTIONS.HEADS
     if pid < programs:
-        head_k = (pid // 2 % HEADS).to(tl.int64)
-        new = _tokens(pid // 2 // HEADS, numbers.seqlen_new, tensors, numbers, True, OPTIONS)
+        head_k = (pid // 2 % OPTIONS.HEADS).to(tl.int64)
+        new = _tokens(
+            pid // 2 // OPTIONS.HEADS, numbers.seqlen_new, tensors, numbers, True, OPTIONS
+        )
         if pid % 2 == 0:
             k = Side(
                 New(tensors.k_ptr, numbers.k),
@@ -110,8 +108,9 @@ def append_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr):
                 tensors.k_scale_cache_ptr,
                 numbers.k_scales,
             )
-            keys = _load(k.new, new, head_k, tensors, numbers, KEY, OPTIONS)  # [BLOCK_T, BLOCK_D]
-            _append(keys, k, new, head_k, tensors, numbers, KEY, OPTIONS)
+            # [BLOCK_T, BLOCK_D]
+            keys = _load(k.new, new, head_k, tensors, numbers, OPTIONS.KEY, OPTIONS)
+            _append(keys, k, new, head_k, tensors, numbers, OPTIONS.KEY, OPTIONS)
         else:
             v = Side(
                 New(tensors.v_ptr, numbers.v),
@@ -122,19 +121,20 @@ def append_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr):
                 numbers.v_scales,
             )
             # [BLOCK_T, BLOCK_DV]
-            values = load(v.new, new.token, new.exists, head_k, VALUE, OPTIONS)
-            _append(values, v, new, head_k, tensors, numbers, VALUE, OPTIONS)
+            values = load(v.new, new.token, new.exists, head_k, OPTIONS.VALUE, OPTIONS)
+            _append(values, v, new, head_k, tensors, numbers, OPTIONS.VALUE, OPTIONS)
     elif OPTIONS.ROTARY_DIM > 0:
         BYTES: tl.constexpr = OPTIONS.ROW_BYTES
-        head = ((pid - programs) % HEADS_Q).to(tl.int64)
-        block = (pid - programs) // HEADS_Q
+        head = ((pid - programs) % OPTIONS.HEADS_Q).to(tl.int64)
+        block = (pid - programs) // OPTIONS.HEADS_Q
         tokens = _tokens(block, numbers.seqlen_q, tensors, numbers, OPTIONS.MOVING, OPTIONS)
         q = New(tensors.q_ptr, numbers.q)
-        queries = _load(q, tokens, head, tensors, numbers, KEY, OPTIONS)  # [BLOCK_T, BLOCK_D]
-        rows = (tokens.token * HEADS_Q + head) * KEY.HEAD_DIM
+        # [BLOCK_T, BLOCK_D]
+        queries = _load(q, tokens, head, tensors, numbers, OPTIONS.KEY, OPTIONS)
+        rows = (tokens.token * OPTIONS.HEADS_Q + head) * OPTIONS.KEY.HEAD_DIM
         # the launcher allocates this tensor without gaps
         where = tl.multiple_of(tensors.rotated_ptr + rows[:, None], [BYTES, BYTES]) + cols[None, :]
-        mask = tokens.exists[:, None] & (cols < KEY.HEAD_DIM)[None, :]
+        mask = tokens.exists[:, None] & (cols < OPTIONS.KEY.HEAD_DIM)[None, :]
         tl.store(where, queries, mask=mask)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..._cache.kernels.arguments import RowStrides, TableStrides
-from ..._linked.launch.entries import Map, Number
+from ..._linked.launch.entries import Constant, Map, Number
 
 
 class Maps(NamedTuple):
@@ -32,13 +32,13 @@ class Numbers(NamedTuple):
 class Tile(NamedTuple):
     """The features of a call, and how a program divides its work."""
 
-    CAUSAL: Any
-    GROUP: Any  # heads, all of which share the keys
-    TILES: Any  # tiles per sequence; 0: any number
-    PAGE: Any
-    PIECE: Any  # keys of one page that one copy brings
-    ROWS: Any  # heads times tokens
-    BLOCK_N: Any
-    STAGES: Any
-    PARTIES: Any  # threads at the barrier that frees half of a stage
-    FOLD: Any  # the scale is positive, and is folded into exp2
+    CAUSAL: Constant
+    GROUP: Constant  # heads, all of which share the keys
+    TILES: Constant  # tiles per sequence; 0: any number
+    PAGE: Constant
+    PIECE: Constant  # keys of one page that one copy brings
+    ROWS: Constant  # heads times tokens
+    BLOCK_N: Constant
+    STAGES: Constant
+    PARTIES: Constant  # threads at the barrier that frees half of a stage
+    FOLD: Constant  # the scale is positive, and is folded into exp2

@@ -11,7 +11,7 @@ from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
 from ..._linked.hopper.pipeline import EMPTY, barrier_sync
 from ..._linked.launch.entries import entry
 from ..portable.arguments import Tensors
-from .arguments import Numbers
+from .arguments import Numbers, Tile
 from .kernel import REST, clear, follow, lead, pipeline_of
 from .producer import HALF, leave, work_of
 from .structures import Cache, Results, Rows
@@ -39,8 +39,6 @@ def _keys_of(tile, last, cache, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TIL
 @gluon.jit
 def _widen(work, cache, pipeline, TILE: gl.constexpr):
     """Bring tiles of keys into shared memory in 16 bits, from the last to the first."""
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    STAGES: gl.constexpr = TILE.STAGES
     dtype: gl.constexpr = pipeline.k_s.dtype
     last = work.last
     steps = work.end - work.begin
@@ -50,29 +48,27 @@ def _widen(work, cache, pipeline, TILE: gl.constexpr):
         low = _keys_of(tile, last, cache, 0, HALF, TILE)
         high = _keys_of(tile, last, cache, HALF, HALF, TILE)
         rest = _keys_of(tile, last, cache, 2 * HALF, REST, TILE)
-        stage = step % STAGES
-        if step >= STAGES:
+        stage = step % TILE.STAGES
+        if step >= TILE.STAGES:
             barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, 4)
-        pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF]).store(low.to(dtype))
+        pipeline.k_s.index(2 * stage).reshape([TILE.BLOCK_N, HALF]).store(low.to(dtype))
         hopper.fence_async_shared()
         mbarrier.arrive(pipeline.low_full.index(stage), count=1)
-        if step >= STAGES:
+        if step >= TILE.STAGES:
             barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, 4)
-        pipeline.k_s.index(2 * stage + 1).reshape([BLOCK_N, HALF]).store(high.to(dtype))
-        pipeline.k_rest_s.index(stage).reshape([BLOCK_N, REST]).store(rest.to(dtype))
+        pipeline.k_s.index(2 * stage + 1).reshape([TILE.BLOCK_N, HALF]).store(high.to(dtype))
+        pipeline.k_rest_s.index(stage).reshape([TILE.BLOCK_N, REST]).store(rest.to(dtype))
         hopper.fence_async_shared()
         mbarrier.arrive(pipeline.high_full.index(stage), count=1)
     leave(steps, 4, TILE)
 
 
 @entry(gluon.jit)
-def mla_fp8_kernel(tensors: Tensors, numbers: Numbers, TILE: gl.constexpr):
+def mla_fp8_kernel(tensors: Tensors, numbers: Numbers, TILE: Tile):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
     ``k``, of 576 columns, is in the pages of an FP8 cache.
     """
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    STAGES: gl.constexpr = TILE.STAGES
     Q: gl.constexpr = tensors.q_ptr.dtype.element_ty
     # bf16 holds all numbers of 8 bits
     dtype: gl.constexpr = Q if Q.primitive_bitwidth > 8 else gl.bfloat16
@@ -92,10 +88,10 @@ def mla_fp8_kernel(tensors: Tensors, numbers: Numbers, TILE: gl.constexpr):
         value_scale,
     )
     work = work_of(gl.program_id(0), tensors, numbers, TILE)
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
-    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, REST], dtype)
-    k_s = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_N, HALF], wide)
-    k_rest_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], narrow)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.BLOCK_N, HALF], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.BLOCK_N, REST], dtype)
+    k_s = gl.allocate_shared_memory(dtype, [2 * TILE.STAGES, TILE.BLOCK_N, HALF], wide)
+    k_rest_s = gl.allocate_shared_memory(dtype, [TILE.STAGES, TILE.BLOCK_N, REST], narrow)
     pipeline = pipeline_of(k_s, k_rest_s, TILE)
     queries = Rows(tensors.q_ptr, numbers.q)
     table = numbers.table

@@ -23,7 +23,7 @@ from ..._linked.hopper.ptx import hide_unless
 from ..._linked.hopper.softmax import row_sums
 from ..._linked.launch.entries import entry
 from ..portable.arguments import Tensors
-from .arguments import Maps, Numbers
+from .arguments import Maps, Numbers, Tile
 from .producer import HALF, produce, work_of
 from .structures import Inputs, Pipeline, Results, Rows, Softmax
 
@@ -80,21 +80,18 @@ def _load_queries(work, queries, pipeline, TILE: gl.constexpr):
 @gluon.jit
 def _scores(step, pipeline, TILE: gl.constexpr):
     """Return the products of queries and a tile of keys, ``[ROWS, BLOCK_N]``."""
-    ROWS: gl.constexpr = TILE.ROWS
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    STAGES: gl.constexpr = TILE.STAGES
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    stage = step % STAGES
-    parity = step // STAGES & 1
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    k = pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
+    stage = step % TILE.STAGES
+    parity = step // TILE.STAGES & 1
+    s = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    k = pipeline.k_s.index(2 * stage).reshape([TILE.BLOCK_N, HALF])
     mbarrier.wait(pipeline.low_full.index(stage), parity)
     q = pipeline.q_s.index(0)
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-    k = pipeline.k_s.index(2 * stage + 1).reshape([BLOCK_N, HALF])
+    k = pipeline.k_s.index(2 * stage + 1).reshape([TILE.BLOCK_N, HALF])
     mbarrier.wait(pipeline.high_full.index(stage), parity)
     s = hopper.warpgroup_mma(pipeline.q_s.index(1), k.permute((1, 0)), s, is_async=True)
-    k = pipeline.k_rest_s.index(stage).reshape([BLOCK_N, REST])
+    k = pipeline.k_rest_s.index(stage).reshape([TILE.BLOCK_N, REST])
     s = hopper.warpgroup_mma(pipeline.q_rest_s, k.permute((1, 0)), s, is_async=True)
     return hopper.warpgroup_mma_wait(0, deps=(s,))
 
@@ -110,16 +107,15 @@ def _hand_over(factors, pipeline):
 @gluon.jit
 def _store(o, factors, work, results, COLUMN: gl.constexpr, TILE: gl.constexpr):
     """Store half of the columns of a result; ``factors`` are 0 for fully masked rows."""
-    ROWS: gl.constexpr = TILE.ROWS
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     # a fully masked row gets 0, even if the values are NaN
     o = gl.where(factors[:, None] == 0.0, 0.0, o * factors[:, None])  # [ROWS, HALF]
-    index = gl.arange(0, ROWS, gl.SliceLayout(1, O))  # [ROWS]
+    index = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, O))  # [ROWS]
     cols = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, O))  # [HALF]
     row = work.row + index
     inside = (row < work.len_q * TILE.GROUP)[:, None]
     if results.part_out_ptr is not None:
-        at = (gl.program_id(0) * ROWS + index).to(gl.int64) * (2 * HALF)
+        at = (gl.program_id(0) * TILE.ROWS + index).to(gl.int64) * (2 * HALF)
         gl.store(results.part_out_ptr + at[:, None] + cols[None, :], o, mask=inside)
     else:
         out = results.out
@@ -151,29 +147,27 @@ def _finish(softmax, work, pipeline, results, TILE: gl.constexpr):
 @gluon.jit
 def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
     """Compute scores and softmax of all tiles of keys, and the first half of the output."""
-    ROWS: gl.constexpr = TILE.ROWS
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     _load_queries(work, queries, pipeline, TILE)
     # FOLD: the scale goes into the multiply-add of exp2; it is positive, so max commutes with it
     factor = scale * LOG2E if TILE.FOLD else 1.0
-    o = gl.zeros([ROWS, HALF], gl.float32, O)
-    m = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
-    l = row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S))  # [ROWS, 4]
+    o = gl.zeros([TILE.ROWS, HALF], gl.float32, O)
+    m = gl.full([TILE.ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
+    l = row_sums(gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S))  # [ROWS, 4]
     # the last key that each row sees
-    bound = gl.full([ROWS], work.last - 1, gl.int32, gl.SliceLayout(1, S))
+    bound = gl.full([TILE.ROWS], work.last - 1, gl.int32, gl.SliceLayout(1, S))
     if TILE.CAUSAL:
-        row = work.row + gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
+        row = work.row + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
         bound = gl.minimum(bound, row // TILE.GROUP + (work.len_k - work.len_q))
     for step in range(work.end - work.begin):
         stage = step % TILE.STAGES
         s = _scores(step, pipeline, TILE)
         if not TILE.FOLD:
             s = s * (scale * LOG2E)
-        first = (work.end - 1 - step) * BLOCK_N
-        if first + BLOCK_N > work.whole:
-            cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+        first = (work.end - 1 - step) * TILE.BLOCK_N
+        if first + TILE.BLOCK_N > work.whole:
+            cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
             s = hide_unless(s, cols[None, :], bound[:, None])
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         # a row without keys so far needs a finite pivot: -inf - -inf is NaN
@@ -188,7 +182,7 @@ def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
         _hand_over(alpha, pipeline)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(p, gl.DotOperandLayout(0, O, 2))
-        v = pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF])
+        v = pipeline.k_s.index(2 * stage).reshape([TILE.BLOCK_N, HALF])
         o = hopper.warpgroup_mma(p, v, o, is_async=True)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + 2 * stage, TILE.PARTIES, 4)
@@ -201,18 +195,15 @@ def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
 @gluon.jit
 def follow(work, pipeline, results, TILE: gl.constexpr):
     """Compute the second half of the output from the probabilities of the first warpgroup."""
-    ROWS: gl.constexpr = TILE.ROWS
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    STAGES: gl.constexpr = TILE.STAGES
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    o = gl.zeros([ROWS, HALF], gl.float32, O)
+    o = gl.zeros([TILE.ROWS, HALF], gl.float32, O)
     barrier_arrive(USED, 256, 4)
     for step in range(work.end - work.begin):
-        stage = step % STAGES
+        stage = step % TILE.STAGES
         barrier_sync(FULL, 256, 4)
         o = o * pipeline.factor_s.load(gl.SliceLayout(1, O))[:, None]
-        v = pipeline.k_s.index(2 * stage + 1).reshape([BLOCK_N, HALF])
-        mbarrier.wait(pipeline.high_full.index(stage), step // STAGES & 1)
+        v = pipeline.k_s.index(2 * stage + 1).reshape([TILE.BLOCK_N, HALF])
+        mbarrier.wait(pipeline.high_full.index(stage), step // TILE.STAGES & 1)
         o = hopper.warpgroup_mma(pipeline.p_s, v, o, is_async=True)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(USED, 256, 4)
@@ -225,28 +216,25 @@ def follow(work, pipeline, results, TILE: gl.constexpr):
 @gluon.jit
 def pipeline_of(k_s, k_rest_s, TILE: gl.constexpr):
     """Return the ``Pipeline`` with these stages of keys; all warps of a program call it."""
-    ROWS: gl.constexpr = TILE.ROWS
     dtype: gl.constexpr = k_s.dtype
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
-    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.ROWS, HALF], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.ROWS, REST], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide)
-    q_rest_s = gl.allocate_shared_memory(dtype, [ROWS, REST], narrow)
-    p_s = gl.allocate_shared_memory(dtype, [ROWS, TILE.BLOCK_N], narrow)
-    factor_s = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
+    q_s = gl.allocate_shared_memory(dtype, [2, TILE.ROWS, HALF], wide)
+    q_rest_s = gl.allocate_shared_memory(dtype, [TILE.ROWS, REST], narrow)
+    p_s = gl.allocate_shared_memory(dtype, [TILE.ROWS, TILE.BLOCK_N], narrow)
+    factor_s = gl.allocate_shared_memory(gl.float32, [TILE.ROWS], plain)
     low_full, high_full = barriers(TILE.STAGES, 1), barriers(TILE.STAGES, 1)
     hopper.fence_async_shared()
     return Pipeline(q_s, q_rest_s, k_s, k_rest_s, p_s, factor_s, low_full, high_full)
 
 
 @entry(gluon.jit)
-def mla_kernel(maps: Maps, tensors: Tensors, numbers: Numbers, TILE: gl.constexpr):
+def mla_kernel(maps: Maps, tensors: Tensors, numbers: Numbers, TILE: Tile):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
     ``k``, of 576 columns, is in the pages of a cache.
     """
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    STAGES: gl.constexpr = TILE.STAGES
     dtype: gl.constexpr = maps.half_desc.dtype
     clear(tensors, numbers, TILE)
     results = Results(
@@ -258,8 +246,8 @@ def mla_kernel(maps: Maps, tensors: Tensors, numbers: Numbers, TILE: gl.constexp
         1.0,
     )
     work = work_of(gl.program_id(0), tensors, numbers, TILE)
-    halves: gl.constexpr = [2 * STAGES, 1, 1, 1, BLOCK_N, HALF]
-    rests: gl.constexpr = [STAGES, 1, 1, 1, BLOCK_N, REST]
+    halves: gl.constexpr = [2 * TILE.STAGES, 1, 1, 1, TILE.BLOCK_N, HALF]
+    rests: gl.constexpr = [TILE.STAGES, 1, 1, 1, TILE.BLOCK_N, REST]
     k_s = gl.allocate_shared_memory(dtype, halves, maps.half_desc.layout)
     k_rest_s = gl.allocate_shared_memory(dtype, rests, maps.rest_desc.layout)
     pipeline = pipeline_of(k_s, k_rest_s, TILE)

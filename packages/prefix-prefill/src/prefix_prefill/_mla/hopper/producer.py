@@ -26,8 +26,6 @@ def _find_sequence(cu_seqlens_q_ptr, slot, batch, TILE: gl.constexpr):
 @gluon.jit
 def work_of(program, tensors, numbers, TILE: gl.constexpr):
     """Return a program's ``Work`` (see ``locate``); all warps call it before barriers are made."""
-    GROUP: gl.constexpr = TILE.GROUP
-    ROWS: gl.constexpr = TILE.ROWS
     cu_seqlens_q_ptr, batch, splits = tensors.cu_seqlens_q_ptr, numbers.batch, numbers.splits
     split, unit = program % splits, program // splits
     if TILE.TILES > 0:
@@ -39,21 +37,21 @@ def work_of(program, tensors, numbers, TILE: gl.constexpr):
     q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
     len_k = gl.load(tensors.seqlens_k_ptr + sequence, mask=is_real, other=0)
     len_q = q_end - q_start
-    tiles = gl.cdiv(len_q * GROUP, ROWS)
+    tiles = gl.cdiv(len_q * TILE.GROUP, TILE.ROWS)
     if TILE.TILES > 0:
         tile = unit % TILE.TILES
     else:
         # the last tile sees the most keys under a causal mask, and starts first
-        tile = tiles - 1 - (unit - (q_start * GROUP // ROWS + sequence + 1))
+        tile = tiles - 1 - (unit - (q_start * TILE.GROUP // TILE.ROWS + sequence + 1))
     has_rows = is_real & (tile >= 0) & (tile < tiles)
     # a program without rows has len_q 0 below, so no row of it is inside
-    row = gl.where(has_rows, tile * ROWS, 0)
+    row = gl.where(has_rows, tile * TILE.ROWS, 0)
     last, whole = len_k, len_k
     if TILE.CAUSAL:
         diagonal = len_k - len_q
-        last_row = gl.minimum(row + ROWS, len_q * GROUP) - 1
-        last = gl.minimum(len_k, last_row // GROUP + diagonal + 1)
-        whole = gl.minimum(len_k, row // GROUP + diagonal + 1)
+        last_row = gl.minimum(row + TILE.ROWS, len_q * TILE.GROUP) - 1
+        last = gl.minimum(len_k, last_row // TILE.GROUP + diagonal + 1)
+        whole = gl.minimum(len_k, row // TILE.GROUP + diagonal + 1)
     last = gl.where(has_rows, gl.maximum(last, 0), 0)
     key_tiles = gl.cdiv(last, TILE.BLOCK_N)
     most = gl.cdiv(key_tiles, splits)
@@ -79,22 +77,20 @@ def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
 @gluon.jit
 def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TILE: gl.constexpr):
     """Copy columns of a tile, whose pieces begin at ``rows``; keys from ``last`` on are zeros."""
-    PIECE: gl.constexpr = TILE.PIECE
-    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    PIECES: gl.constexpr = TILE.BLOCK_N // TILE.PIECE
     for i in gl.static_range(PIECES):
-        size = gl.maximum(gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE), 0)
+        size = gl.maximum(gl.minimum(last - (tile * TILE.BLOCK_N + i * TILE.PIECE), TILE.PIECE), 0)
         x, y, head, start, _ = coordinates(0, 0, rows[i], size, 0, True)
         where = (x, y, head, start, COLUMN)
-        copy_in(desc, where, full, memory.slice(i * PIECE, PIECE, 3))
+        copy_in(desc, where, full, memory.slice(i * TILE.PIECE, TILE.PIECE, 3))
 
 
 @gluon.jit
 def leave(steps, WARPS: gl.constexpr, TILE: gl.constexpr):
     """Wait until all stages are free, so that no arrival is left at a barrier."""
-    STAGES: gl.constexpr = TILE.STAGES
-    for back in gl.static_range(STAGES):
+    for back in gl.static_range(TILE.STAGES):
         if steps > back:
-            stage = (steps - 1 - back) % STAGES
+            stage = (steps - 1 - back) % TILE.STAGES
             barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, WARPS)
             barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, WARPS)
 
@@ -102,7 +98,6 @@ def leave(steps, WARPS: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def produce(work, inputs, pipeline, TILE: gl.constexpr):
     """Copy tiles of keys into shared memory from the last to the first, half by half."""
-    STAGES: gl.constexpr = TILE.STAGES
     PIECES: gl.constexpr = TILE.BLOCK_N // TILE.PIECE
     half, rest = inputs.maps.half_desc, inputs.maps.rest_desc
     entries = inputs.table_ptr + work.sequence.to(gl.int64) * inputs.table.sequence
@@ -112,14 +107,14 @@ def produce(work, inputs, pipeline, TILE: gl.constexpr):
         tile = work.end - 1 - step
         # page numbers are read before the stage is free
         rows = _rows_of(tile, last, entries, inputs, TILE)
-        stage = step % STAGES
+        stage = step % TILE.STAGES
         full = pipeline.low_full.index(stage)
-        if step >= STAGES:
+        if step >= TILE.STAGES:
             barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, 1)
         mbarrier.expect(full, half.block_type.nbytes * PIECES)
         _copy_columns(tile, rows, last, half, full, pipeline.k_s.index(2 * stage), 0, TILE)
         full = pipeline.high_full.index(stage)
-        if step >= STAGES:
+        if step >= TILE.STAGES:
             barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, 1)
         mbarrier.expect(full, (half.block_type.nbytes + rest.block_type.nbytes) * PIECES)
         k_s, rest_s = pipeline.k_s.index(2 * stage + 1), pipeline.k_rest_s.index(stage)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..._cache.kernels.arguments import RowStrides, TableStrides
-from ..._linked.launch.entries import Foreign, Number, Pointer
+from ..._linked.launch.entries import Constant, Foreign, Number, Pointer
 
 
 class CacheStrides(NamedTuple):
@@ -51,28 +51,28 @@ class Numbers(NamedTuple):
 class Options(NamedTuple):
     """Memory layout of the cache, and the features of a call."""
 
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    PAGE: Any
-    KV_UNIT: Any  # columns of the cache have no gaps
-    KV_BYTES: Any  # alignment of the first column and of the first rotary column of the cache
-    ROW_BYTES: Any  # alignment of the same columns of q
-    CAUSAL: Any
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant
+    PAGE: Constant
+    KV_UNIT: Constant  # columns of the cache have no gaps
+    KV_BYTES: Constant  # alignment of the first column and of the first rotary column of the cache
+    ROW_BYTES: Constant  # alignment of the same columns of q
+    CAUSAL: Constant
 
 
 class Tile(NamedTuple):
     """How a program divides its work; the first fields are those of ``Schedule``."""
 
-    GROUP: Any
-    MIN_TOKENS: Any
-    MAX_TOKENS: Any
-    TILES: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    BLOCK_V: Any  # columns of a tile of values, a power of two
-    BLOCK_R: Any  # columns of a tile of the rest of the keys, a power of two
-    PRECISION: Any
-    UPCAST: Any  # the interpreter multiplies in fp32
+    GROUP: Constant
+    MIN_TOKENS: Constant
+    MAX_TOKENS: Constant
+    TILES: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    BLOCK_V: Constant  # columns of a tile of values, a power of two
+    BLOCK_R: Constant  # columns of a tile of the rest of the keys, a power of two
+    PRECISION: Constant
+    UPCAST: Constant  # the interpreter multiplies in fp32
 
 
 # ---- writing into a cache
@@ -102,11 +102,11 @@ class WriteNumbers(NamedTuple):
 class WriteOptions(NamedTuple):
     """Memory layout of the cache, and how programs divide the work."""
 
-    PAGE: Any
-    HEAD_DIM_V: Any
-    ROTARY: Any  # rotary columns, after the values
-    ROW_BYTES: Any  # alignment of the rows of kv_c and k_pe
-    FP8_MAX: Any
-    BLOCK_T: Any
-    BLOCK_V: Any
-    BLOCK_R: Any
+    PAGE: Constant
+    HEAD_DIM_V: Constant
+    ROTARY: Constant  # rotary columns, after the values
+    ROW_BYTES: Constant  # alignment of the rows of kv_c and k_pe
+    FP8_MAX: Constant
+    BLOCK_T: Constant
+    BLOCK_V: Constant
+    BLOCK_R: Constant

@@ -15,7 +15,7 @@ from ..._linked.portable.primitives import LN2, LOG2E, NEG_INF, dot, dot_add
 from ..._paged.portable.primitives import load_rows, look_up, rows_of
 from ..._paged.portable.schedule import locate
 from ..._paged.portable.structures import Columns, Softmax, Table, VectorLayout, Vectors
-from .arguments import Numbers, Tensors, WriteNumbers, WriteTensors
+from .arguments import Numbers, Options, Tensors, Tile, WriteNumbers, WriteOptions, WriteTensors
 from .structures import Block, Queries, Share, Source
 
 
@@ -36,25 +36,23 @@ def _share_of(place, seqlen_k, split, splits, OPTIONS: tl.constexpr, TILE: tl.co
 @triton.jit
 def _clear(pid, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Write out 0 and lse -inf for tokens outside every sequence; programs share them."""
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_V: tl.constexpr = TILE.BLOCK_V
     begin = tl.load(tensors.cu_seqlens_q_ptr)
     end = tl.load(tensors.cu_seqlens_q_ptr + numbers.batch)
     tokens = numbers.tokens
     padding = begin + tokens - end
-    cols = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    cols = tl.arange(0, TILE.BLOCK_V)  # [BLOCK_V]
     for i in range(pid, padding, tl.num_programs(0)):
         token = tl.where(i < begin, i, end + i - begin).to(tl.int64)
-        for first in range(0, TILE.GROUP, BLOCK_M):
-            head = (first + tl.arange(0, BLOCK_M)).to(tl.int64)  # [BLOCK_M]
+        for first in range(0, TILE.GROUP, TILE.BLOCK_M):
+            head = (first + tl.arange(0, TILE.BLOCK_M)).to(tl.int64)  # [BLOCK_M]
             is_head = head < TILE.GROUP
             rows = token * numbers.out.token + head * numbers.out.head
             at = tensors.out_ptr + rows[:, None] + cols[None, :]  # [BLOCK_M, BLOCK_V]
-            zeros = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            zeros = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_V], tl.float32)
             inside = is_head[:, None] & (cols < OPTIONS.HEAD_DIM_V)[None, :]
             tl.store(at, zeros.to(tensors.out_ptr.dtype.element_ty), mask=inside)
             if tensors.lse_ptr is not None:
-                nothing = tl.full([BLOCK_M], NEG_INF, tl.float32)
+                nothing = tl.full([TILE.BLOCK_M], NEG_INF, tl.float32)
                 tl.store(tensors.lse_ptr + head * tokens + token, nothing, mask=is_head)
 
 
@@ -63,31 +61,27 @@ def _attend(
     softmax, queries, source, share, OPTIONS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr
 ):
     """Fold the keys of a share into the softmax; ``WIDE`` is the dtype of the operands."""
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    PRECISION: tl.constexpr = TILE.PRECISION
-    UPCAST: tl.constexpr = TILE.UPCAST
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    VALUES: tl.constexpr = Columns(HEAD_DIM_V, TILE.BLOCK_V)
-    REST: tl.constexpr = Columns(OPTIONS.HEAD_DIM - HEAD_DIM_V, TILE.BLOCK_R)
+    VALUES: tl.constexpr = Columns(OPTIONS.HEAD_DIM_V, TILE.BLOCK_V)
+    REST: tl.constexpr = Columns(OPTIONS.HEAD_DIM - OPTIONS.HEAD_DIM_V, TILE.BLOCK_R)
     LAYOUT: tl.constexpr = VectorLayout(OPTIONS.HEAD_DIM, OPTIONS.KV_UNIT, OPTIONS.KV_BYTES, 0)
     cols_v = tl.arange(0, TILE.BLOCK_V)  # [BLOCK_V]
     cols_r = tl.arange(0, TILE.BLOCK_R)  # [BLOCK_R]
     acc, l_i, m_i = softmax.acc, softmax.l_i, softmax.m_i
     for step in range(share.begin, share.end):
-        begin = step * BLOCK_N
-        keys = begin + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        begin = step * TILE.BLOCK_N
+        keys = begin + tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
         inside = keys < share.last
-        if OPTIONS.PAGE % BLOCK_N == 0:
+        if OPTIONS.PAGE % TILE.BLOCK_N == 0:
             wanted = begin < share.last
         else:
             wanted = inside
-        pages = look_up(source.table, begin, wanted, OPTIONS.PAGE, BLOCK_N)
-        rows = rows_of(pages, begin, source.v, OPTIONS.PAGE, BLOCK_N)  # [BLOCK_N]
+        pages = look_up(source.table, begin, wanted, OPTIONS.PAGE, TILE.BLOCK_N)
+        rows = rows_of(pages, begin, source.v, OPTIONS.PAGE, TILE.BLOCK_N)  # [BLOCK_N]
         v = load_rows(source.v, rows, inside, cols_v, LAYOUT, VALUES, True)  # [BLOCK_N, BLOCK_V]
         r = load_rows(source.r, rows, inside, cols_r, LAYOUT, REST, True)  # [BLOCK_N, BLOCK_R]
         v, r = v.to(WIDE), r.to(WIDE)
-        s = dot(queries.v, tl.trans(v), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
-        s = dot_add(s, queries.r, tl.trans(r), PRECISION, UPCAST) * queries.factor
+        s = dot(queries.v, tl.trans(v), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
+        s = dot_add(s, queries.r, tl.trans(r), TILE.PRECISION, TILE.UPCAST) * queries.factor
         visible = inside[None, :]
         if OPTIONS.CAUSAL:
             visible = visible & (keys[None, :] <= queries.position[:, None])
@@ -98,21 +92,17 @@ def _attend(
         p = tl.exp2(s - pivot[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)
+        acc = dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
         m_i = m_new
     return Softmax(acc, l_i, m_i)
 
 
 @entry(triton.jit)
-def mla_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+def mla_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :HEAD_DIM_V]``, of rows or of a split of keys.
 
     ``k`` is in the pages of a cache.
     """
-    GROUP: tl.constexpr = TILE.GROUP
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    BLOCK_V: tl.constexpr = TILE.BLOCK_V
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     Q: tl.constexpr = tensors.q_ptr.dtype.element_ty
     KV: tl.constexpr = tensors.kv_cache_ptr.dtype.element_ty
     # bf16 holds all numbers of 8 bits
@@ -127,18 +117,18 @@ def mla_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: 
     if place.tile < 0:
         return
     seqlen_k = tl.load(tensors.seqlens_k_ptr + place.sequence)
-    row = place.tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    is_inside = row < place.seqlen_q * GROUP
-    token = place.q_start.to(tl.int64) + row // GROUP
-    head = (row % GROUP).to(tl.int64)
-    cols_v = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    row = place.tile * TILE.BLOCK_M + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
+    is_inside = row < place.seqlen_q * TILE.GROUP
+    token = place.q_start.to(tl.int64) + row // TILE.GROUP
+    head = (row % TILE.GROUP).to(tl.int64)
+    cols_v = tl.arange(0, TILE.BLOCK_V)  # [BLOCK_V]
     cols_r = tl.arange(0, TILE.BLOCK_R)  # [BLOCK_R]
     q_rows = token * numbers.q.token + head * numbers.q.head  # [BLOCK_M]
     Q_LAYOUT: tl.constexpr = VectorLayout(OPTIONS.HEAD_DIM, True, OPTIONS.ROW_BYTES, 0)
-    VALUES: tl.constexpr = Columns(HEAD_DIM_V, BLOCK_V)
-    REST: tl.constexpr = Columns(OPTIONS.HEAD_DIM - HEAD_DIM_V, TILE.BLOCK_R)
+    VALUES: tl.constexpr = Columns(OPTIONS.HEAD_DIM_V, TILE.BLOCK_V)
+    REST: tl.constexpr = Columns(OPTIONS.HEAD_DIM - OPTIONS.HEAD_DIM_V, TILE.BLOCK_R)
     q_v = Vectors(tensors.q_ptr, None, None, None, None)
-    q_r = Vectors(tensors.q_ptr + HEAD_DIM_V, None, None, None, None)
+    q_r = Vectors(tensors.q_ptr + OPTIONS.HEAD_DIM_V, None, None, None, None)
     factor = numbers.scale * LOG2E
     if tensors.q_descale_ptr is not None:
         factor *= tl.load(tensors.q_descale_ptr)
@@ -149,12 +139,12 @@ def mla_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: 
     queries = Queries(
         load_rows(q_v, q_rows, is_inside, cols_v, Q_LAYOUT, VALUES, True).to(WIDE),
         load_rows(q_r, q_rows, is_inside, cols_r, Q_LAYOUT, REST, True).to(WIDE),
-        row // GROUP + (seqlen_k - place.seqlen_q),
+        row // TILE.GROUP + (seqlen_k - place.seqlen_q),
         factor,
     )
     entries = tensors.block_table_ptr + place.sequence.to(tl.int64) * numbers.table.sequence
     kv = numbers.kv
-    rest_ptr = tensors.kv_cache_ptr + tl.full([], HEAD_DIM_V, tl.int64) * kv.column
+    rest_ptr = tensors.kv_cache_ptr + tl.full([], OPTIONS.HEAD_DIM_V, tl.int64) * kv.column
     source = Source(
         Vectors(tensors.kv_cache_ptr, kv.page, kv.slot, None, kv.column),
         Vectors(rest_ptr, kv.page, kv.slot, None, kv.column),
@@ -162,9 +152,9 @@ def mla_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: 
     )
     share = _share_of(place, seqlen_k, split, splits, OPTIONS, TILE)
     softmax = Softmax(
-        tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.full([BLOCK_M], NEG_INF, tl.float32),
+        tl.zeros([TILE.BLOCK_M, TILE.BLOCK_V], tl.float32),
+        tl.zeros([TILE.BLOCK_M], tl.float32),
+        tl.full([TILE.BLOCK_M], NEG_INF, tl.float32),
     )
     softmax = _attend(softmax, queries, source, share, OPTIONS, TILE, WIDE)
 
@@ -173,13 +163,13 @@ def mla_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: tl.constexpr, TILE: 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = softmax.acc * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_V]
     lse2 = tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe))
-    inside = is_inside[:, None] & (cols_v < HEAD_DIM_V)[None, :]
+    inside = is_inside[:, None] & (cols_v < OPTIONS.HEAD_DIM_V)[None, :]
     if tensors.part_out_ptr is not None:
-        at = (unit.to(tl.int64) * splits + split) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        at = (unit.to(tl.int64) * splits + split) * TILE.BLOCK_M
+        at += tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
         tl.store(tensors.part_lse_ptr + at, lse2, mask=is_inside)
-        tl.store(
-            tensors.part_out_ptr + (at * HEAD_DIM_V)[:, None] + cols_v[None, :], out, mask=inside
-        )
+        where = tensors.part_out_ptr + (at * OPTIONS.HEAD_DIM_V)[:, None] + cols_v[None, :]
+        tl.store(where, out, mask=inside)
     else:
         if tensors.lse_ptr is not None:
             tl.store(tensors.lse_ptr + head * numbers.tokens + token, lse2 * LN2, mask=is_inside)
@@ -212,10 +202,8 @@ def _store_part(
 
 
 @entry(triton.jit)
-def mla_write_kernel(tensors: WriteTensors, numbers: WriteNumbers, OPTIONS: tl.constexpr):
+def mla_write_kernel(tensors: WriteTensors, numbers: WriteNumbers, OPTIONS: WriteOptions):
     """``kv_cache[slot // PAGE, slot % PAGE] = [kv_c, k_pe] / scale`` for a block of tokens."""
-    PAGE: tl.constexpr = OPTIONS.PAGE
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     kv, base = numbers.kv, tensors.kv_cache_ptr
     token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)  # [BLOCK_T]
     exists = token < numbers.tokens
@@ -224,10 +212,11 @@ def mla_write_kernel(tensors: WriteTensors, numbers: WriteNumbers, OPTIONS: tl.c
     slot = tl.load(slot_at, mask=exists, other=-1).to(tl.int64)  # [BLOCK_T]
     inside = (slot >= 0) & (slot < numbers.slots)
     slot = tl.where(inside, slot, 0)
-    block = Block(token, exists, slot // PAGE * kv.page + slot % PAGE * kv.slot, inside)
-    VALUES: tl.constexpr = Columns(HEAD_DIM_V, OPTIONS.BLOCK_V)
+    slots = slot // OPTIONS.PAGE * kv.page + slot % OPTIONS.PAGE * kv.slot
+    block = Block(token, exists, slots, inside)
+    VALUES: tl.constexpr = Columns(OPTIONS.HEAD_DIM_V, OPTIONS.BLOCK_V)
     _store_part(tensors.kv_c_ptr, numbers.kv_c, base, block, tensors, numbers, VALUES, OPTIONS)
     if OPTIONS.ROTARY > 0:
         REST: tl.constexpr = Columns(OPTIONS.ROTARY, OPTIONS.BLOCK_R)
-        base += tl.full([], HEAD_DIM_V, tl.int64) * kv.column
+        base += tl.full([], OPTIONS.HEAD_DIM_V, tl.int64) * kv.column
         _store_part(tensors.k_pe_ptr, numbers.k_pe, base, block, tensors, numbers, REST, OPTIONS)

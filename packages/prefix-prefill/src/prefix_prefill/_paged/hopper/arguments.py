@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..._cache.kernels.arguments import RowStrides, SlotStrides, TableStrides
-from ..._linked.launch.entries import Foreign, Map, Number
+from ..._linked.launch.entries import Constant, Foreign, Map, Number
 from ..portable.arguments import Scores
 
 
@@ -74,31 +74,31 @@ class WideNumbers(NamedTuple):
 class Options(NamedTuple):
     """The features of a call."""
 
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    HAS_NEW: Any  # keys of the queries' tokens come in tensors of their own
-    DESCALE_NDIM: Any  # dimensions of the descales of an FP8 cache
+    HAS_LEFT: Constant
+    HAS_RIGHT: Constant
+    HAS_SOFTCAP: Constant
+    HAS_NEW: Constant  # keys of the queries' tokens come in tensors of their own
+    DESCALE_NDIM: Constant  # dimensions of the descales of an FP8 cache
 
 
 class Tile(NamedTuple):
     """How a program divides its work; see ``HopperTile``."""
 
-    GROUP: Any  # query heads per key head
-    PACK: Any  # query heads that share a tile
-    PAGE: Any
-    PIECE: Any  # keys of one page that one copy brings
-    NEW_PIECE: Any  # new keys that one copy brings
-    MIN_TOKENS: Any  # fewest queries of a sequence that this kernel serves
-    ROWS: Any  # rows of a warpgroup
-    BLOCK_N: Any
-    HEAD_DIM: Any  # columns of a tile
-    WIDTH: Any  # columns of the tensors
-    STAGES_K: Any
-    STAGES_V: Any
-    BUFFERS_Q: Any  # buffers for tiles of queries, per warpgroup
-    WARPGROUPS: Any  # MMA warpgroups
-    SHARE: Any  # the output is staged in the queries' shared memory
-    WARPS: Any  # warps that bring keys
-    WIDENERS: Any  # warpgroups that widen keys and values; 0: TMA copies them
-    PARTIES: Any  # threads at the barrier that frees a stage: MMA warpgroups and WARPS
+    GROUP: Constant  # query heads per key head
+    PACK: Constant  # query heads that share a tile
+    PAGE: Constant
+    PIECE: Constant  # keys of one page that one copy brings
+    NEW_PIECE: Constant  # new keys that one copy brings
+    MIN_TOKENS: Constant  # fewest queries of a sequence that this kernel serves
+    ROWS: Constant  # rows of a warpgroup
+    BLOCK_N: Constant
+    HEAD_DIM: Constant  # columns of a tile
+    WIDTH: Constant  # columns of the tensors
+    STAGES_K: Constant
+    STAGES_V: Constant
+    BUFFERS_Q: Constant  # buffers for tiles of queries, per warpgroup
+    WARPGROUPS: Constant  # MMA warpgroups
+    SHARE: Constant  # the output is staged in the queries' shared memory
+    WARPS: Constant  # warps that bring keys
+    WIDENERS: Constant  # warpgroups that widen keys and values; 0: TMA copies them
+    PARTIES: Constant  # threads at the barrier that frees a stage: MMA warpgroups and WARPS

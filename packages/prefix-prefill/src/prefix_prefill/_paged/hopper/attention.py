@@ -12,7 +12,7 @@ from __future__ import annotations
 from ..._linked.hopper.compat import gl, gluon, hopper
 from ..._linked.hopper.pipeline import FIELDS, SLOTS, barriers
 from ..._linked.launch.entries import entry
-from .arguments import Numbers, Tensors
+from .arguments import Numbers, Options, Tensors, Tile
 from .consumer import consume
 from .producer import produce
 from .structures import CacheMap, Inputs, Pipeline, Results, Rows, Sequences, Table, Tickets
@@ -43,18 +43,12 @@ def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
 
 
 @entry(gluon.jit)
-def prefill_kernel(
-    tensors: Tensors,
-    numbers: Numbers,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def prefill_kernel(tensors: Tensors, numbers: Numbers, OPTIONS: Options, TILE: Tile):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
 
     Keys and values of the queries' tokens may be separate tensors. A persistent kernel: one warp
     produces, two or three warpgroups consume.
     """
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     dtype: gl.constexpr = tensors.q_desc.dtype
     box: gl.constexpr = [1, 1, 1, TILE.BLOCK_N, TILE.HEAD_DIM]
     k_s = gl.allocate_shared_memory(dtype, [TILE.STAGES_K] + box, tensors.k_desc.layout)
@@ -87,11 +81,11 @@ def prefill_kernel(
     REGISTERS: gl.constexpr = [240, 24] if OPTIONS.HAS_LEFT else [232, 40]
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, out_desc, pipeline, results, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, out_desc, pipeline, results, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 3, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 2, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (TILE.WARPGROUPS - 1, out_desc, pipeline, results, OPTIONS, TILE)),
             (produce, (inputs, pipeline, OPTIONS, TILE)),
-        ][3 - WARPGROUPS :],
-        [4, 4, 1][3 - WARPGROUPS :],
-        REGISTERS if WARPGROUPS == 2 else [160, 160, 32],
+        ][3 - TILE.WARPGROUPS :],
+        [4, 4, 1][3 - TILE.WARPGROUPS :],
+        REGISTERS if TILE.WARPGROUPS == 2 else [160, 160, 32],
     )

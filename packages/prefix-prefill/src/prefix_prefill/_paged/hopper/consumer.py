@@ -139,17 +139,13 @@ def _attend_first(
     TILE: gl.constexpr,
 ):
     """Return the ``Softmax`` of the first tile of keys, where no product with values overlaps."""
-    ROWS: gl.constexpr = TILE.ROWS
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
     q = _tile_of(queries.buffer, pipeline, TILE)
-    stage = turn % STAGES_K
-    k = pipeline.k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
+    stage = turn % TILE.STAGES_K
+    k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
     # [ROWS, BLOCK_N]
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -165,7 +161,7 @@ def _attend_first(
     if factors.scales_s is not None:
         barrier_arrive(EMPTY + stage, TILE.PARTIES, 4)
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
-    o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
+    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM], gl.float32, O)
     return Softmax(o, m, l, p, unit, top)
 
 
@@ -182,31 +178,27 @@ def _attend(
     TILE: gl.constexpr,
 ):
     """Fold all keys of a tile of queries into its softmax, except the last product with values."""
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    STAGES_V: gl.constexpr = TILE.STAGES_V
     HAS_MASK: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT or OPTIONS.HAS_NEW
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     softmax = _attend_first(turn, tiles, queries, factors, pipeline, scores, W, OPTIONS, TILE)
     m, l, p, o = softmax.m, softmax.l, softmax.p, softmax.o
     unit, top = softmax.unit, softmax.top
-    zeros = gl.full([TILE.ROWS, BLOCK_N], 0.0, gl.float32, S)
+    zeros = gl.full([TILE.ROWS, TILE.BLOCK_N], 0.0, gl.float32, S)
     q = _tile_of(queries.buffer, pipeline, TILE)
     turn += 1
 
     for step in range(1, tiles.high - tiles.low):
-        stage = turn % STAGES_K
-        stage_v = (turn - 1) % STAGES_V
-        k = pipeline.k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        v = pipeline.v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM])
-        mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
+        stage = turn % TILE.STAGES_K
+        stage_v = (turn - 1) % TILE.STAGES_V
+        k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+        v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
         barrier_sync(TURN + W, 256, 4)
         # [ROWS, BLOCK_N]
         s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
+        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
         o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM]
         barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
@@ -235,7 +227,7 @@ def _attend(
             # the sum over cached values is complete
             alpha = gl.where(step == tiles.cached, alpha * factors.v_descale, alpha)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)
+        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, TILE.PARTIES, 4)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(e.to(pipeline.q_s.dtype), P)
         if TILE.WARPGROUPS == 3:
@@ -247,13 +239,11 @@ def _attend(
 @gluon.jit
 def _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE: gl.constexpr):
     """Multiply by the last tile of values, store the LSE, return the output in fp32."""
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
-    STAGES_V: gl.constexpr = TILE.STAGES_V
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    stage_v = (turn - 1) % STAGES_V
-    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, HEAD_DIM])
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
+    stage_v = (turn - 1) % TILE.STAGES_V
+    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
     o = hopper.warpgroup_mma(softmax.p, v, softmax.o, is_async=True)  # [ROWS, HEAD_DIM]
     # each [ROWS]
     weight, empty, lse = finish_softmax(softmax.m, softmax.l, heads, heads < 0, results.sinks_ptr)
@@ -307,8 +297,7 @@ def consume(
     W: gl.constexpr, out_desc, pipeline, results, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Compute the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    ROWS: gl.constexpr = TILE.ROWS
-    TOKENS: gl.constexpr = ROWS // TILE.PACK
+    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     HAS_ALIBI: gl.constexpr = results.alibi_slopes_ptr is not None
     if W == TILE.WARPGROUPS - 1:
@@ -330,7 +319,7 @@ def consume(
         factors = Factors(scale, flips, v_descale if OPTIONS.HAS_NEW else None, results.scales_s)
         tiles = tiles_of(work.first_row, work.len_q, work.len_k, scores, OPTIONS, TILE)
         # rows: heads, and within a head tokens
-        index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
+        index = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS
         row = work.first_row + W * TOKENS
         slopes = None

@@ -116,27 +116,25 @@ def _copy_pages(
     begin, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr
 ):
     """Copy the tile of one head that begins at key ``begin``, piece by piece."""
-    PIECE: gl.constexpr = TILE.PIECE
-    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    PIECES: gl.constexpr = TILE.BLOCK_N // TILE.PIECE
     index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
     mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)
     for i in gl.static_range(PIECES):
-        key = begin + i * PIECE
+        key = begin + i * TILE.PIECE
         row = gl.sum(gl.where(index == i, pages, 0), 0) * cache.page_rows + key % TILE.PAGE
-        target = memory.slice(i * PIECE, PIECE, 3)
-        _copy_piece(key, row, cache.desc, seen, full, target, HAS_LEFT, PIECE)
+        target = memory.slice(i * TILE.PIECE, TILE.PIECE, 3)
+        _copy_piece(key, row, cache.desc, seen, full, target, HAS_LEFT, TILE.PIECE)
 
 
 @gluon.jit
 def copy_new(number, q_start, desc, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr):
     """Copy a tile of new keys or values of one head; ``number`` counts the tiles of new keys."""
-    PIECE: gl.constexpr = TILE.NEW_PIECE
-    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    PIECES: gl.constexpr = TILE.BLOCK_N // TILE.NEW_PIECE
     mbarrier.expect(full, desc.block_type.nbytes * PIECES)
     for i in gl.static_range(PIECES):
-        key = number * TILE.BLOCK_N + i * PIECE
-        target = memory.slice(i * PIECE, PIECE, 3)
-        _copy_piece(key, q_start + key, desc, seen, full, target, HAS_LEFT, PIECE)
+        key = number * TILE.BLOCK_N + i * TILE.NEW_PIECE
+        target = memory.slice(i * TILE.NEW_PIECE, TILE.NEW_PIECE, 3)
+        _copy_piece(key, q_start + key, desc, seen, full, target, HAS_LEFT, TILE.NEW_PIECE)
 
 
 @gluon.jit
@@ -165,8 +163,7 @@ def announce_the_end(index, count, pipeline):
 @gluon.jit
 def copy_queries(work, head, count, q_desc, pipeline, TILE: gl.constexpr):
     """Copy tile of queries number ``count``: one buffer for each warpgroup."""
-    WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    for w in gl.static_range(WARPGROUPS):
+    for w in gl.static_range(TILE.WARPGROUPS):
         row = work.first_row + w * (TILE.ROWS // TILE.PACK)
         where = coordinates(work.sequence, head, work.q_start, work.len_q, row, True)
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
@@ -195,7 +192,6 @@ def _copy_half(
         cache, new_desc, full, memory = inputs.k, inputs.new_k_desc, pipeline.k_full, pipeline.k_s
     STAGES: gl.constexpr = TILE.STAGES_V if IS_V else TILE.STAGES_K
     FREE: gl.constexpr = EMPTY + TILE.STAGES_K if IS_V else EMPTY
-    HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
     stage = turn % STAGES
     if turn >= STAGES:
         barrier_sync(FREE + stage, TILE.PARTIES, 1)
@@ -203,10 +199,10 @@ def _copy_half(
     number = tile - walk.tiles.new
     if OPTIONS.HAS_NEW and number >= 0:
         seen = walk.new_seen
-        copy_new(number, walk.q_start, new_desc, seen, full, memory, HAS_LEFT, TILE)
+        copy_new(number, walk.q_start, new_desc, seen, full, memory, OPTIONS.HAS_LEFT, TILE)
     else:
         begin = tile * TILE.BLOCK_N + walk.tiles.shift
-        _copy_pages(begin, pages, cache, walk.seen, full, memory, HAS_LEFT, TILE)
+        _copy_pages(begin, pages, cache, walk.seen, full, memory, OPTIONS.HAS_LEFT, TILE)
 
 
 @gluon.jit

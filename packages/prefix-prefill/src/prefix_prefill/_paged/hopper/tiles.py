@@ -13,12 +13,10 @@ from .structures import KeyTiles, Seen
 def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return the ``KeyTiles`` of a sequence with new keys."""
     BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
-    N: gl.constexpr = TILE.BLOCK_N
-    PIECE: gl.constexpr = TILE.PIECE
     diagonal = len_k - len_q
     context = gl.maximum(diagonal, 0)
-    new = gl.cdiv(context, N)
-    gap = new * N - context
+    new = gl.cdiv(context, TILE.BLOCK_N)
+    gap = new * TILE.BLOCK_N - context
     # count the gap as keys; the last key that a row sees is always after the gap
     low, left, right, high = key_tiles(
         first_row,
@@ -29,7 +27,7 @@ def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE
         False,
         OPTIONS.HAS_RIGHT,
         BLOCK_M,
-        N,
+        TILE.BLOCK_N,
     )
     shift = 0
     if OPTIONS.HAS_LEFT:
@@ -38,13 +36,13 @@ def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE
         whole = gl.maximum(last_row + diagonal - scores.window_left, 0)
         if TILE.WARPS == 1:
             # a copy can leave out keys at one end of a piece only
-            is_both = (first < context) & (first // PIECE == (context - 1) // PIECE)
-            shift = gl.where(is_both, first % PIECE, 0)
+            is_both = (first < context) & (first // TILE.PIECE == (context - 1) // TILE.PIECE)
+            shift = gl.where(is_both, first % TILE.PIECE, 0)
         first += gl.where(first < context, 0, gap)
         whole += gl.where(whole < context, 0, gap)
-        low = gl.minimum(first // N, high - 1)
+        low = gl.minimum(first // TILE.BLOCK_N, high - 1)
         right = gl.maximum(right, low)
-        left = gl.maximum(gl.minimum(gl.cdiv(whole, N), right), low)
+        left = gl.maximum(gl.minimum(gl.cdiv(whole, TILE.BLOCK_N), right), low)
     cached = gl.maximum(new - low, 0)
     return KeyTiles(low, left, right, high, context, new, cached, shift)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ..._linked.hopper.compat import gl, gluon
 from ..._linked.launch.entries import entry
-from .arguments import Numbers, Tensors, WideNumbers, WideTensors
+from .arguments import Numbers, Options, Tensors, Tile, WideNumbers, WideTensors
 from .attention import pipeline_of
 from .consumer import consume
 from .structures import Inputs, Results, Rows, Sequences, Table, Tickets, TokenScales, WideCache
@@ -25,8 +25,8 @@ def prefill_wide_kernel(
     cache: WideTensors,
     numbers: Numbers,
     wide: WideNumbers,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    OPTIONS: Options,
+    TILE: Tile,
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in pages of 8 or 4 bits.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..._cache.kernels.arguments import RowStrides, SlotStrides, TableStrides, VectorStrides
-from ..._linked.launch.entries import Foreign, Number, Pointer
+from ..._linked.launch.entries import Constant, Foreign, Number, Pointer
 
 # ---- strides
 
@@ -101,45 +101,45 @@ class SourceLayout(NamedTuple):
 class Options(NamedTuple):
     """The features of a call, and how its tensors lie."""
 
-    CACHE: Any  # ``SourceLayout``
-    NEW: Any  # the same of new keys and values, or None
-    ROW_BYTES: Any  # alignment of the rows of q, k and v
-    OUT_BYTES: Any  # width of stores to out: the alignment of its rows, or one number
-    PART_BYTES: Any  # width of stores to partial results
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    SIGNED_ALIBI: Any
-    FOLD: Any  # scores need only a positive scale, which is folded into exp2
-    DESCALE_NDIM: Any
-    SHIFT: Any  # binary exponent added to p, so that fp8 keeps more of its small values
-    OUT_MAX: Any  # largest finite value of an fp8 output, 0 for other outputs
-    DECODE_FROM_CACHE: Any  # the key of a sequence's only query is in the cache
+    CACHE: Constant  # ``SourceLayout``
+    NEW: Constant  # the same of new keys and values, or None
+    ROW_BYTES: Constant  # alignment of the rows of q, k and v
+    OUT_BYTES: Constant  # width of stores to out: the alignment of its rows, or one number
+    PART_BYTES: Constant  # width of stores to partial results
+    HAS_LEFT: Constant
+    HAS_RIGHT: Constant
+    HAS_SOFTCAP: Constant
+    SIGNED_ALIBI: Constant
+    FOLD: Constant  # scores need only a positive scale, which is folded into exp2
+    DESCALE_NDIM: Constant
+    SHIFT: Constant  # binary exponent added to p, so that fp8 keeps more of its small values
+    OUT_MAX: Constant  # largest finite value of an fp8 output, 0 for other outputs
+    DECODE_FROM_CACHE: Constant  # the key of a sequence's only query is in the cache
 
 
 class Schedule(NamedTuple):
     """Which sequences a launch serves, and the rows of its tiles."""
 
-    GROUP: Any  # query heads per key head
-    MIN_TOKENS: Any  # fewest and most queries of a sequence served here
-    MAX_TOKENS: Any
-    TILES: Any  # tiles per sequence; 0: any number
-    BLOCK_M: Any
+    GROUP: Constant  # query heads per key head
+    MIN_TOKENS: Constant  # fewest and most queries of a sequence served here
+    MAX_TOKENS: Constant
+    TILES: Constant  # tiles per sequence; 0: any number
+    BLOCK_M: Constant
 
 
 class Tile(NamedTuple):
     """Sizes of a step, and how it computes."""
 
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any  # of values and outputs
-    BLOCK_N: Any
-    BLOCK_D: Any
-    BLOCK_DV: Any
-    FILL_TOKENS: Any  # padding tokens zeroed per extra program at the end of the grid; 0: none
-    PRECISION: Any
-    UPCAST: Any  # the interpreter multiplies in fp32
-    PTX: Any  # inline PTX may be used
-    OVERLAP: Any  # programs of the next kernel start while this one runs (PDL)
+    HEAD_DIM: Constant
+    HEAD_DIM_V: Constant  # of values and outputs
+    BLOCK_N: Constant
+    BLOCK_D: Constant
+    BLOCK_DV: Constant
+    FILL_TOKENS: Constant  # padding tokens zeroed per extra program at the end of the grid; 0: none
+    PRECISION: Constant
+    UPCAST: Constant  # the interpreter multiplies in fp32
+    PTX: Constant  # inline PTX may be used
+    OVERLAP: Constant  # programs of the next kernel start while this one runs (PDL)
 
 
 # ---- kernels that merge
@@ -170,12 +170,12 @@ class SplitMergeNumbers(NamedTuple):
 class SplitMergeTile(NamedTuple):
     """Sizes of what a program merges."""
 
-    HEAD_DIM: Any
-    OUT_MAX: Any  # as in ``Options``
-    BLOCK_D: Any
-    ROWS: Any  # rows of one program
-    CHUNK: Any  # splits that are read at once
-    OVERLAP: Any  # programs start while the previous kernel runs (PDL)
+    HEAD_DIM: Constant
+    OUT_MAX: Constant  # as in ``Options``
+    BLOCK_D: Constant
+    ROWS: Constant  # rows of one program
+    CHUNK: Constant  # splits that are read at once
+    OVERLAP: Constant  # programs start while the previous kernel runs (PDL)
 
 
 class StateMergeTensors(NamedTuple):
@@ -201,7 +201,7 @@ class StateMergeNumbers(NamedTuple):
 class StateMergeTile(NamedTuple):
     """Sizes of what a program merges."""
 
-    HEAD_DIM: Any
-    OUT_MAX: Any
-    BLOCK_D: Any
-    ROWS: Any
+    HEAD_DIM: Constant
+    OUT_MAX: Constant
+    BLOCK_D: Constant
+    ROWS: Constant

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..._cache.kernels.words import joined
 from ..._linked.launch.entries import entry
-from .arguments import Numbers, Tensors
+from .arguments import Numbers, Options, Schedule, Tensors, Tile
 from .primitives import cut_range, head_of, key_range, tiles_of
 from .queries import (
     as_fp16,
@@ -66,21 +66,14 @@ def _scales_of(problem, descale_at):
 
 @entry(triton.jit)
 def paged_kernel(
-    tensors: Tensors,
-    numbers: Numbers,
-    OPTIONS: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    TILE: tl.constexpr,
+    tensors: Tensors, numbers: Numbers, OPTIONS: Options, SCHEDULE: Schedule, TILE: Tile
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, of a tile of rows or of a split of their keys.
 
     ``k`` and ``v`` are in the pages of a cache, followed by new ones in dense tensors.
     """
     # Triton 3.6 takes structures within structures of constants only by a name
-    CACHE: tl.constexpr = OPTIONS.CACHE
-    NEW: tl.constexpr = OPTIONS.NEW
-    SLICES: tl.constexpr = CACHE.SLICES
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    SLICES: tl.constexpr = OPTIONS.CACHE.SLICES
     problem = Problem(tensors, numbers)
     heads_k, splits = numbers.heads_k, numbers.splits
     pid = tl.program_id(0)
@@ -111,7 +104,7 @@ def paged_kernel(
     if SLICES == 1:
         q = (load_queries(rows, problem, OPTIONS, TILE),)  # [BLOCK_M, BLOCK_D]
     else:
-        q = load_slices(rows, problem, CACHE)  # each [BLOCK_M, BLOCK_D // SLICES]
+        q = load_slices(rows, problem, OPTIONS.CACHE)  # each [BLOCK_M, BLOCK_D // SLICES]
     if SLICES > 1 and tensors.q_ptr.dtype.element_ty == tl.bfloat16:
         row_unit = unit_of(q)  # [BLOCK_M]
     else:
@@ -132,23 +125,23 @@ def paged_kernel(
 
     # ---- this program's split of the tiles of both sources
     seen = key_range(positions, first_new, 0, context, problem, OPTIONS)
-    tile_begin, cache_tiles = tiles_of(seen, BLOCK_N)
+    tile_begin, cache_tiles = tiles_of(seen, TILE.BLOCK_N)
     all_tiles = cache_tiles
-    if NEW is not None:
+    if OPTIONS.NEW is not None:
         new_seen = key_range(positions, first_new, context, seqlen_k, problem, OPTIONS)
-        new_begin, new_tiles = tiles_of(new_seen, BLOCK_N)
+        new_begin, new_tiles = tiles_of(new_seen, TILE.BLOCK_N)
         all_tiles += new_tiles
     begin, end = _share_of(split, splits, all_tiles)
 
     # ---- fold the cached keys
     cache_begin = tile_begin + tl.minimum(begin, cache_tiles)
     cache_end = tile_begin + tl.minimum(end, cache_tiles)
-    walk = cut_range(seen, cache_begin, cache_end, BLOCK_N)
+    walk = cut_range(seen, cache_begin, cache_end, TILE.BLOCK_N)
     lie, lie_v = numbers.k_cache, numbers.v_cache
-    k_base = head_of(tensors.k_cache_ptr, lie.head, head_k_64, CACHE)
-    v_base = head_of(tensors.v_cache_ptr, lie_v.head, head_k_64, CACHE)
+    k_base = head_of(tensors.k_cache_ptr, lie.head, head_k_64, OPTIONS.CACHE)
+    v_base = head_of(tensors.v_cache_ptr, lie_v.head, head_k_64, OPTIONS.CACHE)
     k_scales, v_scales = None, None
-    if CACHE.SCALED:
+    if OPTIONS.CACHE.SCALED:
         scales, scales_v = numbers.k_scales, numbers.v_scales
         k_scale_base = tensors.k_scale_cache_ptr + head_k_64 * scales.head
         v_scale_base = tensors.v_scale_cache_ptr + head_k_64 * scales_v.head
@@ -165,21 +158,21 @@ def paged_kernel(
         cache_scale,
     )
     queries = Queries(q, row_unit, positions.position, slopes, tree, branches, first_new)
-    softmax = attend_to_all(softmax, queries, source, walk, problem, CACHE, OPTIONS, TILE)
+    softmax = attend_to_all(softmax, queries, source, walk, problem, OPTIONS.CACHE, OPTIONS, TILE)
     softmax = Softmax((joined(softmax.acc),), softmax.l_i, softmax.m_i)
     v_descale = 1.0
     if tensors.v_descale_ptr is not None:
         v_descale = tl.load(tensors.v_descale_ptr + descale_at)
 
     # ---- fold the new keys, which have no scale
-    if NEW is not None:
+    if OPTIONS.NEW is not None:
         softmax = Softmax((softmax.acc[0] * v_descale,), softmax.l_i, softmax.m_i)
         v_descale = 1.0
         if SLICES > 1:
             q = (load_queries(rows, problem, OPTIONS, TILE),)
         dense_begin = new_begin + tl.maximum(begin - cache_tiles, 0)
         dense_end = new_begin + tl.maximum(end - cache_tiles, 0)
-        walk = cut_range(new_seen, dense_begin, dense_end, BLOCK_N)
+        walk = cut_range(new_seen, dense_begin, dense_end, TILE.BLOCK_N)
         new_k = tensors.k_ptr + (q_start_64 * numbers.k.token + head_k_64 * numbers.k.head)
         new_v = tensors.v_ptr + (q_start_64 * numbers.v.token + head_k_64 * numbers.v.head)
         source = Source(
@@ -192,7 +185,7 @@ def paged_kernel(
         )
         position = positions.position - context
         queries = Queries(q, None, position, slopes, tree, branches, first_new - context)
-        softmax = attend_to_all(softmax, queries, source, walk, problem, NEW, OPTIONS, TILE)
+        softmax = attend_to_all(softmax, queries, source, walk, problem, OPTIONS.NEW, OPTIONS, TILE)
 
     # ---- finish: one block of partial rows per tile, head and split, or rows of the output
     out, lse2 = finish_softmax(softmax, v_descale, OPTIONS.SHIFT)

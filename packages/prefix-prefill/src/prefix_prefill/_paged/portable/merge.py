@@ -7,7 +7,15 @@ import triton.language as tl
 
 from ..._linked.launch.entries import entry
 from ..._linked.portable.primitives import LN2, LOG2E, NEG_INF
-from .arguments import SplitMergeNumbers, SplitMergeTensors, StateMergeNumbers, StateMergeTensors
+from .arguments import (
+    Schedule,
+    SplitMergeNumbers,
+    SplitMergeTensors,
+    SplitMergeTile,
+    StateMergeNumbers,
+    StateMergeTensors,
+    StateMergeTile,
+)
 from .results import scaled_out
 from .schedule import locate
 
@@ -26,39 +34,33 @@ def _store_rows(out, lse, token, head, inside, cols, tensors, numbers, TILE: tl.
 
 @entry(triton.jit)
 def split_merge_kernel(
-    tensors: SplitMergeTensors,
-    numbers: SplitMergeNumbers,
-    SCHEDULE: tl.constexpr,
-    TILE: tl.constexpr,
+    tensors: SplitMergeTensors, numbers: SplitMergeNumbers, SCHEDULE: Schedule, TILE: SplitMergeTile
 ):
     """``out = sum_i exp(lse_i - lse) out_i``, ``lse = log(sum_i exp(lse_i))``, over splits i."""
-    GROUP: tl.constexpr = SCHEDULE.GROUP
-    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
-    ROWS: tl.constexpr = TILE.ROWS
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
     heads_k, splits = numbers.heads_k, numbers.splits
     pid = tl.program_id(0)
-    parts = tl.cdiv(numbers.rows, ROWS)
-    in_tile = pid % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    parts = tl.cdiv(numbers.rows, TILE.ROWS)
+    in_tile = pid % parts * TILE.ROWS + tl.arange(0, TILE.ROWS)  # [ROWS]
     head_k = pid // parts % heads_k
     unit = pid // parts // heads_k
     place = locate(unit, tensors.cu_seqlens_q_ptr, numbers.batch, SCHEDULE)
-    row = place.tile * BLOCK_M + in_tile
+    first_row = place.tile * SCHEDULE.BLOCK_M
+    row = first_row + in_tile
     if TILE.OVERLAP:
         # Wait until all splits are stored. The offsets that are read above existed before the
         # kernel of the splits began, because it waits for everything before it.
         tl.extra.cuda.gdc_wait()
-    if place.tile < 0 or place.tile * BLOCK_M + pid % parts * ROWS >= place.seqlen_q * GROUP:
+    if place.tile < 0 or first_row + pid % parts * TILE.ROWS >= place.seqlen_q * SCHEDULE.GROUP:
         return
-    inside = (row < place.seqlen_q * GROUP) & (in_tile < BLOCK_M)
-    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    base = (unit.to(tl.int64) * heads_k + head_k) * splits * BLOCK_M + in_tile
-    m_i = tl.full([ROWS], NEG_INF, tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    inside = (row < place.seqlen_q * SCHEDULE.GROUP) & (in_tile < SCHEDULE.BLOCK_M)
+    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    base = (unit.to(tl.int64) * heads_k + head_k) * splits * SCHEDULE.BLOCK_M + in_tile
+    m_i = tl.full([TILE.ROWS], NEG_INF, tl.float32)
+    l_i = tl.zeros([TILE.ROWS], tl.float32)
+    acc = tl.zeros([TILE.ROWS, TILE.BLOCK_D], tl.float32)
     for first in range(0, splits, TILE.CHUNK):
         split = first + tl.arange(0, TILE.CHUNK)  # [CHUNK]
-        at = base[None, :] + split.to(tl.int64)[:, None] * BLOCK_M  # [CHUNK, ROWS]
+        at = base[None, :] + split.to(tl.int64)[:, None] * SCHEDULE.BLOCK_M  # [CHUNK, ROWS]
         mask = (split < splits)[:, None] & inside[None, :]
         lse2 = tl.load(tensors.part_lse_ptr + at, mask=mask, other=NEG_INF)  # [CHUNK, ROWS]
         part = tl.load(
@@ -76,14 +78,16 @@ def split_merge_kernel(
         m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = tl.where(l_i == 0.0, NEG_INF, (m_i + tl.log2(l_safe)) * LN2)
-    token = place.q_start.to(tl.int64) + row // GROUP
-    head = (head_k * GROUP + row % GROUP).to(tl.int64)
+    token = place.q_start.to(tl.int64) + row // SCHEDULE.GROUP
+    head = (head_k * SCHEDULE.GROUP + row % SCHEDULE.GROUP).to(tl.int64)
     out = acc / l_safe[:, None]  # [ROWS, BLOCK_D]
     _store_rows(out, lse, token, head, inside, cols, tensors, numbers, TILE)
 
 
 @entry(triton.jit)
-def state_merge_kernel(tensors: StateMergeTensors, numbers: StateMergeNumbers, TILE: tl.constexpr):
+def state_merge_kernel(
+    tensors: StateMergeTensors, numbers: StateMergeNumbers, TILE: StateMergeTile
+):
     """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` over all keys.
 
     A program merges some rows. The output of a fully masked row is not read.

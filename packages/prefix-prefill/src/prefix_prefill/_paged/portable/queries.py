@@ -10,14 +10,13 @@ from .structures import Positions, Rows, VectorLayout, Vectors
 @triton.jit
 def query_rows(place, q_start, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
     """Return the ``Rows`` of a tile of queries."""
-    GROUP: tl.constexpr = SCHEDULE.GROUP
     row = place.tile * SCHEDULE.BLOCK_M + tl.arange(0, SCHEDULE.BLOCK_M)  # [BLOCK_M]
-    token = row // GROUP
-    in_group = row % GROUP
-    is_inside = row < place.seqlen_q * GROUP
+    token = row // SCHEDULE.GROUP
+    in_group = row % SCHEDULE.GROUP
+    is_inside = row < place.seqlen_q * SCHEDULE.GROUP
     cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
     cols_v = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
-    head = head_k * GROUP + in_group
+    head = head_k * SCHEDULE.GROUP + in_group
     return Rows(token, q_start + token, head, is_inside, cols, cols_v)
 
 
@@ -110,7 +109,6 @@ def as_fp16(slices, unit):
 def positions_of(rows, place, seqlen_k, positions_ptr, SCHEDULE: tl.constexpr):
     """Return the ``Positions`` of a tile's rows: given, or aligned to the last keys."""
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
-    GROUP: tl.constexpr = SCHEDULE.GROUP
     if positions_ptr is not None:
         position = tl.load(positions_ptr + rows.token_64, mask=rows.is_inside, other=0)
         first = tl.min(tl.where(rows.is_inside, position, 2147483647), 0)
@@ -118,9 +116,9 @@ def positions_of(rows, place, seqlen_k, positions_ptr, SCHEDULE: tl.constexpr):
     else:
         diagonal = seqlen_k - place.seqlen_q
         position = rows.token + diagonal
-        first = place.tile * BLOCK_M // GROUP + diagonal
-        last_row = tl.minimum(place.tile * BLOCK_M + BLOCK_M, place.seqlen_q * GROUP) - 1
-        last = last_row // GROUP + diagonal
+        first = place.tile * BLOCK_M // SCHEDULE.GROUP + diagonal
+        last_row = tl.minimum(place.tile * BLOCK_M + BLOCK_M, place.seqlen_q * SCHEDULE.GROUP) - 1
+        last = last_row // SCHEDULE.GROUP + diagonal
     return Positions(position, first, last)
 
 

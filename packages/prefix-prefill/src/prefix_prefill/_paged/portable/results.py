@@ -52,26 +52,22 @@ def store_out(out, lse2, rows, problem, OPTIONS: tl.constexpr, TILE: tl.constexp
 @triton.jit
 def fill_padding(block, head_k, problem, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
     """Write out 0 and lse -inf for the tokens of a block that belong to no sequence."""
-    GROUP: tl.constexpr = SCHEDULE.GROUP
-    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
-    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
-    TOKENS: tl.constexpr = TILE.FILL_TOKENS
     tensors, numbers = problem.tensors, problem.numbers
     begin = tl.load(tensors.cu_seqlens_q_ptr)
     end = tl.load(tensors.cu_seqlens_q_ptr + numbers.batch)
-    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    for first in range(0, TOKENS * GROUP, BLOCK_M):
-        row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        token = block * TOKENS + row // GROUP
-        head = (head_k * GROUP + row % GROUP).to(tl.int64)
+    cols = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
+    for first in range(0, TILE.FILL_TOKENS * SCHEDULE.GROUP, SCHEDULE.BLOCK_M):
+        row = first + tl.arange(0, SCHEDULE.BLOCK_M)  # [BLOCK_M]
+        token = block * TILE.FILL_TOKENS + row // SCHEDULE.GROUP
+        head = (head_k * SCHEDULE.GROUP + row % SCHEDULE.GROUP).to(tl.int64)
         is_padding = ((token < begin) | (token >= end)) & (token < numbers.tokens)
-        is_padding &= row < TOKENS * GROUP
+        is_padding &= row < TILE.FILL_TOKENS * SCHEDULE.GROUP
         token = token.to(tl.int64)
         out_rows = token * numbers.out.token + head * numbers.out.head
         where = tensors.out_ptr + out_rows[:, None] + cols[None, :]  # [BLOCK_M, BLOCK_DV]
-        zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_DV], tl.float32)
         zeros = zeros.to(tensors.out_ptr.dtype.element_ty)
         tl.store(where, zeros, mask=is_padding[:, None] & (cols < TILE.HEAD_DIM_V)[None, :])
         if tensors.lse_ptr is not None:
-            nothing = tl.full([BLOCK_M], NEG_INF, tl.float32)
+            nothing = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
             tl.store(tensors.lse_ptr + head * numbers.tokens + token, nothing, mask=is_padding)

@@ -36,23 +36,20 @@ def locate(unit, cu_seqlens_ptr, batch, SCHEDULE: tl.constexpr):
     With ``TILES`` > 0 every sequence has this many units. With 0 units are slots: see
     ``find_sequence``. Only sequences with ``MIN_TOKENS`` to ``MAX_TOKENS`` queries have tiles.
     """
-    GROUP: tl.constexpr = SCHEDULE.GROUP
-    BLOCK: tl.constexpr = SCHEDULE.BLOCK_M
-    TILES: tl.constexpr = SCHEDULE.TILES
-    if TILES > 0:
-        sequence = unit // TILES
-        tile = unit % TILES
+    if SCHEDULE.TILES > 0:
+        sequence = unit // SCHEDULE.TILES
+        tile = unit % SCHEDULE.TILES
     else:
-        sequence = find_sequence(cu_seqlens_ptr, unit, batch, GROUP, BLOCK)
+        sequence = find_sequence(cu_seqlens_ptr, unit, batch, SCHEDULE.GROUP, SCHEDULE.BLOCK_M)
         tile = 0
     is_real = (sequence >= 0) & (sequence < batch)
     q_start = tl.load(cu_seqlens_ptr + sequence, mask=is_real, other=0)
     q_end = tl.load(cu_seqlens_ptr + sequence + 1, mask=is_real, other=0)
     seqlen_q = q_end - q_start
-    tiles = tl.cdiv(seqlen_q * GROUP, BLOCK)
-    if TILES == 0:
+    tiles = tl.cdiv(seqlen_q * SCHEDULE.GROUP, SCHEDULE.BLOCK_M)
+    if SCHEDULE.TILES == 0:
         # the last tile sees the most keys under a causal mask, and starts first
-        tile = tiles - 1 - (unit - (q_start * GROUP // BLOCK + sequence + 1))
+        tile = tiles - 1 - (unit - (q_start * SCHEDULE.GROUP // SCHEDULE.BLOCK_M + sequence + 1))
     is_mine = is_real & (seqlen_q >= SCHEDULE.MIN_TOKENS)
     is_mine = is_mine & (seqlen_q <= SCHEDULE.MAX_TOKENS) & (tile < tiles)
     return Place(sequence, tl.where(is_mine, tile, -1), q_start, seqlen_q)

@@ -29,16 +29,15 @@ def start_softmax(
 ):
     """Return the ``Softmax`` of a tile before its first key; it holds the sinks."""
     SLICES: tl.constexpr = OPTIONS.CACHE.SLICES
-    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
-    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
+    l_i = tl.zeros([SCHEDULE.BLOCK_M], tl.float32)
     if sinks_ptr is not None:
         # a sink acts as a first key without a value; only the first split counts it
         sink = tl.load(sinks_ptr + rows.head, mask=rows.is_inside, other=NEG_INF)
         sink = sink.to(tl.float32) * LOG2E
         m_i = tl.where(split == 0, sink, NEG_INF)
         l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << OPTIONS.SHIFT))
-    zeros = tl.zeros([BLOCK_M, TILE.BLOCK_DV // SLICES], tl.float32)
+    zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_DV // SLICES], tl.float32)
     if SLICES == 1:
         acc = (zeros,)
     elif SLICES == 2:
@@ -63,16 +62,15 @@ def _next_tile(
     step, steps, walk, table, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
     """Return the first key of a step's tile, and the page numbers for its keys and values."""
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
     PAGE: tl.constexpr = LAYOUT.PAGE
-    begin = step_start(step, walk, BLOCK_N, MASKED)
-    is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED)
-    pages = look_up(table, begin, is_wanted, PAGE, BLOCK_N)
+    begin = step_start(step, walk, TILE.BLOCK_N, MASKED)
+    is_wanted = is_looked_up(begin, step, steps, walk, PAGE, TILE.BLOCK_N, MASKED)
+    pages = look_up(table, begin, is_wanted, PAGE, TILE.BLOCK_N)
     pages_v = pages
     if LAYOUT.IN_ORDER and not MASKED:
         EACH: tl.constexpr = LAYOUT.V.SLOT_RUN
-        is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED, EACH)
-        pages_v = look_up(table, begin, is_wanted, PAGE, BLOCK_N, EACH)
+        is_wanted = is_looked_up(begin, step, steps, walk, PAGE, TILE.BLOCK_N, MASKED, EACH)
+        pages_v = look_up(table, begin, is_wanted, PAGE, TILE.BLOCK_N, EACH)
     return begin, pages, pages_v
 
 
@@ -92,25 +90,22 @@ def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def _multiply(q, k, TILE: tl.constexpr):
     """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of slices."""
-    PRECISION: tl.constexpr = TILE.PRECISION
-    s = dot(q[0], tl.trans(k[0]), PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
+    s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(1, len(q)):
-        s = dot_add(s, q[i], tl.trans(k[i]), PRECISION, TILE.UPCAST)
+        s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
     return s
 
 
 @triton.jit
 def _accumulate(acc, alpha, p, v, TILE: tl.constexpr):
     """Return ``acc * alpha + p @ v`` of one slice, ``[BLOCK_M, BLOCK_DV // SLICES]``."""
-    PRECISION: tl.constexpr = TILE.PRECISION
-    return dot_add(acc * alpha[:, None], p, v, PRECISION, TILE.UPCAST)
+    return dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
 
 
 @triton.jit
 def _accumulate_scaled(acc, alpha, p, v, unit, TILE: tl.constexpr):
     """Return ``acc * alpha + p @ v * unit`` of one slice."""
-    PRECISION: tl.constexpr = TILE.PRECISION
-    return acc * alpha[:, None] + dot(p.to(v.dtype), v, PRECISION, TILE.UPCAST) * unit
+    return acc * alpha[:, None] + dot(p.to(v.dtype), v, TILE.PRECISION, TILE.UPCAST) * unit
 
 
 @triton.jit
@@ -168,7 +163,6 @@ def _attend(
     """Fold keys of one source into the running softmax: either masked tiles or whole tiles."""
     PAGE: tl.constexpr = LAYOUT.PAGE
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    PRECISION: tl.constexpr = TILE.PRECISION
     SLICES: tl.constexpr = LAYOUT.SLICES
     K: tl.constexpr = LAYOUT.K
     V: tl.constexpr = LAYOUT.V
@@ -212,7 +206,7 @@ def _attend(
         if LAYOUT.IN_ORDER:
             k = load_keys(source.k, k_rows, inside, K, K_WORDS, MASKED)
             k = matched(k, queries.q[0])  # [BLOCK_D, BLOCK_N]
-            s = dot(matched(queries.q[0], k), k, PRECISION, TILE.UPCAST)
+            s = dot(matched(queries.q[0], k), k, TILE.PRECISION, TILE.UPCAST)
         elif SLICES == 1:
             k = load_rows(source.k, k_rows, inside, cols, K, K_WORDS, MASKED)
             k = matched(k, queries.q[0])
