@@ -37,9 +37,11 @@ def _seen(place, diagonal, is_real, numbers, OPTIONS: tl.constexpr, TILE: tl.con
     scores = numbers.scores
     first_row = place.tile * TILE.BLOCK_M
     last_row = tl.minimum(first_row + TILE.BLOCK_M, place.seqlen_q * OPTIONS.GROUP) - 1
+    first_position = first_row // OPTIONS.GROUP + diagonal
+    last_position = last_row // OPTIONS.GROUP + diagonal
     seqlen_k = tl.where(is_real, place.seqlen_k, 0)
-    mask = Mask(place.seqlen_q, seqlen_k, diagonal, scores.window_left, scores.window_right)
-    return seen_keys(first_row // OPTIONS.GROUP, last_row // OPTIONS.GROUP, mask, OPTIONS)
+    mask = Mask(None, seqlen_k, 0, scores.window_left, scores.window_right)
+    return seen_keys(first_position, last_position, mask, OPTIONS)
 
 
 @entry(triton.jit)

@@ -126,8 +126,9 @@ def step_start(step, walk, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Return the start of a step's tile; masked steps take both ends of the walk in one loop."""
     if MASKED:
         before = (walk.full_start - walk.start) // BLOCK
-        after = walk.full_end + (step - before) * BLOCK
-        begin = tl.where(step < before, walk.start + step * BLOCK, after)
+        is_before = step < before
+        begin = walk.start + step * BLOCK
+        begin = tl.where(is_before, begin, walk.full_end + (step - before) * BLOCK)
     else:
         begin = walk.full_start + step * BLOCK
     return begin

@@ -211,10 +211,9 @@ def key_range(positions, first_new, begin, end, problem, OPTIONS: tl.constexpr):
     It counts from ``begin``. With a tree all keys from ``first_new`` on need a mask.
     """
     scores = problem.numbers.scores
+    first_position, last_position = positions.first - begin, positions.last - begin
     mask = Mask(None, end - begin, 0, scores.window_left, scores.window_right)
-    first, last, full_first, full_last = seen_keys(
-        positions.first - begin, positions.last - begin, mask, OPTIONS
-    )
+    first, last, full_first, full_last = seen_keys(first_position, last_position, mask, OPTIONS)
     if problem.tensors.tree_mask_ptr is not None:
         full_last = tl.minimum(full_last, tl.maximum(first_new - begin, 0))
     return KeyRange(tl.minimum(first, last), last, full_first, full_last)
