@@ -18,7 +18,7 @@ from ...launch.entries import flat
 from ...launch.runtime import MAX_COUNTS
 from ..arguments import MergeTensors, Scores
 from ..call import Call, InvariantRun, KeyForm
-from ..plans import (
+from ..filling import (
     clamped,
     merge_launch,
     merge_numbers,
