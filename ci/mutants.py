@@ -78,7 +78,9 @@ def files_of(package: str) -> list[str]:
     while more:
         used |= more
         more = {found for name in more for found in _imported(name, texts)} - used
-    return sorted(name for name in used if re.search(r"^@\w+\.jit", texts[name], re.MULTILINE))
+    return sorted(
+        name for name in used if re.search(r"^@(entry\()?\w+\.jit", texts[name], re.MULTILINE)
+    )
 
 
 def _imported(name: str, texts: dict[str, str]) -> Iterator[str]:

@@ -115,16 +115,16 @@ def same_file_twice(root):
 
 
 def takes_many_parameters(root):
-    """Device functions take few parameters, except entries, which say what is not specialised."""
+    """Kernels and device functions take few parameters: structures hold what belongs together."""
     for package, path, tree in sources(root):
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef):
                 continue
             decorators = [ast.unparse(x) for x in node.decorator_list]
-            if not any(x.startswith(("triton.jit", "gluon.jit")) for x in decorators):
+            if not any(x.startswith(("triton.jit", "gluon.jit", "entry(")) for x in decorators):
                 continue
             count = sum(map(len, (node.args.posonlyargs, node.args.args, node.args.kwonlyargs)))
-            if count > MAX_PARAMETERS and not any("do_not_specialize" in x for x in decorators):
+            if count > MAX_PARAMETERS:
                 yield f"{package.name}: {path}:{node.lineno}: {node.name} takes {count}"
 
 
@@ -190,6 +190,7 @@ BREACHES = [
         f"@gluon.jit(noinline=True)\ndef f{DEVICE}",
     ),
     (takes_many_parameters, "linked/portable/x.py", f"@triton.jit\ndef f{DEVICE}"),
+    (takes_many_parameters, f"{SRC}/_dense/portable/x.py", f"@entry(triton.jit)\ndef f{DEVICE}"),
 ]
 # what makes some of them one
 FURTHER = {
@@ -281,14 +282,6 @@ def test_what_is_no_circle(small):
     }
     write(small, texts)
     assert list(imports_in_a_circle(small)) == []
-
-
-def test_an_entry_may_take_many_parameters(small):
-    write(
-        small,
-        {f"{SRC}/_dense/portable/x.py": f"@triton.jit(do_not_specialize=NUMBERS)\ndef f{DEVICE}"},
-    )
-    assert list(takes_many_parameters(small)) == []
 
 
 def test_every_folder_of_linked_has_a_place_and_serves_two_packages(root):
