@@ -206,3 +206,76 @@ def barriers(COUNT: gl.constexpr, PARTIES: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=PARTIES)
     return made
+
+
+# ---- rings: the tile of turn ``n`` lies in stage ``n % STAGES``
+
+
+@gluon.jit
+def await_full(full, turn, pred=True, OWNERS: gl.constexpr = 1, W: gl.constexpr = 0):
+    """Wait until the stage of a turn is full.
+
+    ``full`` are the mbarriers of all stages, and of each stage one for each of its ``OWNERS``.
+    """
+    STAGES: gl.constexpr = full.shape[0] // OWNERS
+    mbarrier.wait(full.index(turn % STAGES * OWNERS + W), turn // STAGES & 1, pred=pred)
+
+
+@gluon.jit
+def await_empty(empty, turn):
+    """Wait until the stage of a turn is empty, as all are at first; see ``await_full``."""
+    STAGES: gl.constexpr = empty.shape[0]
+    mbarrier.wait(empty.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
+
+
+@gluon.jit
+def await_readers(
+    turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr, WARPS: gl.constexpr = 1
+):
+    """Wait until the stage of a turn is empty: until its readers arrive at its named barrier.
+
+    The ring's named barriers begin at ``FIRST``.
+    """
+    if turn >= STAGES:
+        barrier_sync(FIRST + turn % STAGES, PARTIES, WARPS)
+
+
+@gluon.jit
+def drain(
+    turns, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr, WARPS: gl.constexpr = 1
+):
+    """Wait until all stages are empty: no named barrier may end with unmatched arrivals."""
+    for back in gl.static_range(STAGES):
+        if turns > back:
+            barrier_sync(FIRST + (turns - 1 - back) % STAGES, PARTIES, WARPS)
+
+
+# ---- announcements: the producer tells the consumers the numbers of a tile
+
+
+@gluon.jit
+def announce(numbers, index, count, pipeline):
+    """Announce a tile, or the end; ``index`` is ``[FIELDS]``, and ``count`` counts announcements.
+
+    ``numbers`` are the first fields in order.
+    """
+    await_empty(pipeline.tile_empty, count)
+    fields = gl.where(index == 0, numbers[0], numbers[1])
+    for i in gl.static_range(2, len(numbers)):
+        fields = gl.where(index == i, numbers[i], fields)
+    pipeline.fields_s.index(count % SLOTS).store(fields)
+    mbarrier.arrive(pipeline.tile_full.index(count % SLOTS), count=1)
+
+
+@gluon.jit
+def hear(count, pipeline):
+    """Wait for an announcement; return its fields, ``[FIELDS]``, which ``forget`` releases."""
+    await_full(pipeline.tile_full, count)
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    return pipeline.fields_s.index(count % SLOTS).load(layout)
+
+
+@gluon.jit
+def forget(count, pipeline):
+    """Let the producer overwrite an announcement."""
+    mbarrier.arrive(pipeline.tile_empty.index(count % SLOTS), count=1)

@@ -269,7 +269,7 @@ class Language:
         if layout == "barriers":
             made = [Barrier() for _ in range(shape[0])]
             self.machine.barriers += made
-            return types.SimpleNamespace(index=lambda number: made[int(number)])
+            return types.SimpleNamespace(shape=shape, index=lambda number: made[int(number)])
         memory = torch.zeros(shape, dtype=dtype.torch)
         return Shared(memory.fill_(NAN) if memory.is_floating_point() else memory, self.machine)
 

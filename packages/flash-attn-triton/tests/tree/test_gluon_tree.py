@@ -175,9 +175,9 @@ def test_scores_far_below_zero(serve_gradients):
 
 # ---- mistakes
 
-WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), state.turn // TILE.STAGES_K & 1)"
+WAIT_K = "await_full(pipeline.k_full, state.turn)"
 MISTAKES = [
-    ("_copy_keys", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("_copy_keys", "await_readers(turn, EMPTY, TILE.STAGES_K, PARTIES)", "pass"),
     (
         "_copy_keys",
         "program.tails_s.index(stage).store(keys)",

@@ -62,7 +62,7 @@ def forward(monkeypatch):
     assert not ticket.any() or any(kernel.faults for kernel in kernels)
 
 
-WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)"
+WAIT_K = "await_full(pipeline.k_full, turn)"
 
 
 ARRIVE_V = "barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)"

@@ -288,28 +288,31 @@ def test_panels_with_a_mistake(function, right, wrong, forward):
 
 
 # function, what it says, what a mistake would be
-WAIT_Q = "mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)"
-WAIT_TILE = "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)"
+WAIT_Q = "await_full(pipeline.q_full, count, OWNERS=TILE.WARPGROUPS, W=W)"
 ARRIVE_Q = "mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)"
-WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)"
+WAIT_V = "await_full(pipeline.v_full, turn - 1)"
 MISTAKES = [
-    ("stages", "copy_keys", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("stages", "copy_values", "EMPTY + TILE.STAGES_K + stage", "EMPTY + stage"),
+    ("stages", "copy_keys", "await_readers(turn, EMPTY, TILE.STAGES_K, PARTIES)", "pass"),
+    ("stages", "await_readers", "FIRST + turn % STAGES", "FIRST"),
+    ("stages", "drain", "FIRST + (turns - 1 - back) % STAGES", "FIRST"),
+    ("stages", "copy_values", "EMPTY + TILE.STAGES_K", "EMPTY"),
     ("stages", "produce", "EMPTY + STAGES_K", "EMPTY"),
+    ("stages", "await_empty", "(turn // STAGES & 1) ^ 1", "turn // STAGES & 1"),
     ("stages", "copy_queries", "(count // TILE.BUFFERS_Q & 1) ^ 1", "count // TILE.BUFFERS_Q & 1"),
     ("stages", "produce", "high - 1 - step", "high - step"),
     ("stages", "begin", WAIT_Q, "pass"),
     ("stages", "begin", WAIT_K, "pass"),
     ("stages", "begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
     ("stages", "begin", "barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)", "pass"),
-    ("stages", "fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
+    ("stages", "fold", WAIT_K, WAIT_K.replace("turn", "turn + TILE.STAGES_K")),
+    ("stages", "await_full", "turn // STAGES & 1", "0"),
     ("stages", "fold", WAIT_V, "pass"),
     ("plain", "fold", "mma_wait(len(o), deps=(s,))", "mma_wait(2, deps=(s,))"),
     ("stages", "fold", "o = wait_for_values(o)", "pass"),
     ("stages", "fold", ARRIVE_V, "pass"),
     ("stages", "fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
-    ("stages", "_receive", WAIT_TILE, "pass"),
-    ("stages", "_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
+    ("stages", "hear", "await_full(pipeline.tile_full, count)", "pass"),
+    ("stages", "_receive", "forget(count, program.pipeline)", "pass"),
     ("stages", "write_block", "tma.store_wait(0)", "pass"),
     ("stages", "store_tile", "hopper.fence_async_shared()", "pass"),
     ("stages", "close", ARRIVE_Q, "pass"),

@@ -15,7 +15,8 @@ __all__ = ["backward", "forward", "reverse"]  # fixtures
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 
-SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
+SYNC_O = "await_readers(turn, EMPTY + STAGES_Q, STAGES_O, PARTIES)"
+WAIT_O = "await_full(pipeline.dout_full, turn)"
 ARRIVE_Q_FULL = "mbarrier.arrive(pipeline.q_full.index(stage), count=1)"
 ARRIVE_Q = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 WAIT_DK = "dk, s = wait_for_all(dk, s)"
@@ -23,7 +24,7 @@ WAIT_Q_FULL = "mbarrier.wait(pipeline.q_full.index(0), 0, pred=total > 0)"
 WAIT_MORE = "more = hopper.warpgroup_mma_wait(len(v), deps=(more,))"
 HAS_TURNS = "if count_turns(program.walk, OPTIONS) > 0:"
 MISTAKES = [
-    ("columns", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("columns", "produce", "await_readers(turn, EMPTY, STAGES_Q, PARTIES)", "pass"),
     ("columns", "produce", SYNC_O, "pass"),
     ("columns", "produce", ARRIVE_Q_FULL, "pass"),
     ("rows", "produce", "EARLY and turn < STAGES_O", "EARLY and turn < 1"),
@@ -36,8 +37,8 @@ MISTAKES = [
     ("columns", "_finish", "await_made(carried.turn + 1, W)", "pass"),
     ("columns", "_finish", "dq = wait_for(dq, 0)", "pass"),
     ("columns", "_finish", HAS_TURNS, HAS_TURNS.replace(">", "<")),
-    ("columns", "walk_tiles", "turn // STAGES_O & 1", "(turn // STAGES_O & 1) ^ 1"),
-    ("columns", "walk_tiles", "turn // STAGES_Q & 1", "0"),
+    ("columns", "walk_tiles", WAIT_O, WAIT_O.replace("turn", "turn + STAGES_O")),
+    ("columns", "walk_tiles", "pipeline.q_full, turn", "pipeline.q_full, turn % STAGES_Q"),
     ("columns", "walk_tiles", ", pred=turn < total", ""),
     ("columns", "walk_tiles", "hopper.fence_async_shared()", "pass"),
     ("columns", "walk_tiles", "await_made(turn + 1, W)", "pass"),
@@ -68,7 +69,7 @@ MISTAKES = [
     ("wide", "consume_scores", "barrier_sync(TURN, 256, 4)", "pass"),
     ("wide", "_walk_gradients", "barrier_sync(GIVEN + buffer, 256, 4)", "pass"),
     ("wide", "_walk_gradients", "dk = wait_for(dk, 1)", "pass"),
-    ("wide", "_walk_gradients", "turn // STAGES_O & 1", "0"),
+    ("wide", "_walk_gradients", "pipeline.dout_full, turn", "pipeline.dout_full, turn % STAGES_O"),
     ("wide", "_walk_gradients", WAIT_MORE, "pass"),
     ("wide", "_columns", "2 * W + SECOND", "2 * W"),
 ]
@@ -99,7 +100,7 @@ def test_backward_with_a_mistake(tile, function, right, wrong, backward):
 MISTAKES_OF_VALUES = [
     ("_walk_values", "barrier_arrive(EMPTY + stage, PARTIES, 4)", "pass"),
     ("_walk_values", "barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)", "pass"),
-    ("_walk_values", "turn // STAGES_Q & 1", "0"),
+    ("_walk_values", "pipeline.q_full, turn", "pipeline.q_full, turn % STAGES_Q"),
     ("_walk_values", "turn // STAGES_O & 1", "0"),
     ("_walk_values", ", pred=turn < total", ""),
     ("_walk_values", "tile * BLOCK_M + block.diagonal", "tile * BLOCK_M"),

@@ -15,13 +15,13 @@ __all__ = ["backward", "biased", "forward", "gradients"]  # fixtures
 
 pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
-WAIT = "mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)"
+WAIT = "await_full(ring.full, turn)"
 FORWARD_MISTAKES = [
     ("add_bias", WAIT, "pass"),
     ("add_bias", "LOG2E / program.factor", "1.0"),
     ("add_bias", "stage * TILE.WARPGROUPS + W", "stage * TILE.WARPGROUPS"),
     ("add_bias", "barrier_arrive(FIRST + stage", "barrier_arrive(FIRST"),
-    ("copy_bias", "if turn >= TILE.STAGES_B", "if turn < 0"),
+    ("copy_bias", "await_readers(turn,", "await_readers(-1,"),
     ("copy_bias", "task.first_row + w * TILE.ROWS", "task.first_row"),
     ("copy_bias", "task.head if OPTIONS.BIAS_HEADS else 0", "0"),
     ("copy_bias", "task.sequence if OPTIONS.BIAS_BATCH else 0", "0"),
@@ -52,11 +52,11 @@ BACKWARD_MISTAKES = [
     ("less_bias", "shift - bias", "shift + bias"),
     ("less_bias", "(TILE.BLOCK_N // ROWS) + W", "(TILE.BLOCK_N // ROWS)"),
     ("less_bias", "barrier_arrive(FIRST + stage", "barrier_arrive(FIRST"),
-    ("copy_bias", "if turn >= TILE.STAGES_B", "if turn < 0"),
+    ("copy_bias", "await_readers(turn,", "await_readers(-1,"),
     ("copy_bias", "block.ahead_q + row", "row"),
     ("copy_bias", "block.first_key + w * ROWS", "block.first_key"),
     ("copy_bias", "head if OPTIONS.BIAS_HEADS else 0", "0"),
-    ("produce", "await_readers(turns, TILE)", "pass"),
+    ("produce", "drain(turns, EMPTY + STAGES_Q + STAGES_O", "drain(0, EMPTY + STAGES_Q + STAGES_O"),
     ("keep_gradient", "turn % 2 * 2 + W", "W"),
     ("place_at", "head_at(turn, ", "head_at(0, "),
     ("place_at", "+ program.block.ahead_q", ""),
@@ -126,11 +126,11 @@ SHARED_MISTAKES = [
     ("keep_shared", "_say_stored(stored, 0)", "_say_stored(stored, PARTS)", 64),
     ("keep_shared", "number == 0", "number == 1", 1),  # whoever is second may never begin
     ("keep_shared", "number == 0", "number >= 0", 1),
-    ("keep_shared", "mbarrier.wait(order.full.index(turn % 2), turn // 2 & 1)", "pass", 1),
+    ("keep_shared", "await_full(order.full, turn)", "pass", 1),
     ("keep_shared", "mbarrier.arrive(order.empty.index(turn % 2), count=1)", "pass", 1),
     ("keep_shared", "turn % 2 * PARTS + w", "turn % 2 * PARTS", 1),
     ("keep_shared", "tma.store_wait(0)", "pass", 1),
-    ("await_buffer", "mbarrier.wait(", "(lambda *_: None)(", 1),
+    ("await_buffer", "await_empty(program.order.empty, turn)", "pass", 1),
     ("_say_stored", "gl.where(lanes == 0, 1, 0)", "lanes * 0 + 1", 64),
     ("share_block", "2 * place", "0", 1),
     ("share_block", "block.head_k // heads", "0", 1),

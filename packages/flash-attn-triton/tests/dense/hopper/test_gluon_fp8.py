@@ -169,7 +169,7 @@ def test_rows_without_a_key(forward, reverse):
     assert (got["lse"][:, :, :230] == -math.inf).all()
 
 
-WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)"
+WAIT_V = "await_full(pipeline.v_full, turn)"
 # function, what it says, what a mistake would be
 MISTAKES = [
     ("walk_fp8", "state, right, high,", "state, right, high - 1,"),
@@ -184,7 +184,7 @@ MISTAKES = [
     ("walk_fp8", "l * UNIT", "l"),
     ("_fold", WAIT_K, "pass"),
     ("_fold", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
-    ("_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
+    ("_fold", WAIT_K, WAIT_K.replace("turn", "turn + TILE.STAGES_K")),
     ("_fold", WAIT_V, "pass"),
     ("_fold", ARRIVE_V, "pass"),
     ("_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),

@@ -10,14 +10,14 @@ from __future__ import annotations
 from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors, Tile
 from ..._dense.hopper.backward.blocks import DQ_TILE, FIRST_ROW, locate_keys, query_tiles
 from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline
-from ..._dense.hopper.backward.producer import INF, await_consumers, copy_block
+from ..._dense.hopper.backward.producer import INF, copy_block
 from ..._dense.hopper.backward.steps import MADE, PARTIES, adds_by_threads, consume
 from ..._dense.hopper.backward.structures import Block, Panels, Program, Walk
 from ..._dense.hopper.backward.wide import GIVEN, consume_gradients, consume_scores
 from ..._dense.hopper.panels import copy_tile, expect_tiles
 from ..._linked.hopper.compat import gl, gluon, mbarrier
 from ..._linked.hopper.gradients import ROWS
-from ..._linked.hopper.pipeline import EMPTY, barrier_sync, coordinates
+from ..._linked.hopper.pipeline import EMPTY, await_readers, coordinates, drain
 from ..._linked.launch.entries import entry
 from .arguments import BackwardNumbers, BackwardTensors
 from .path import next_below, run_of
@@ -77,8 +77,7 @@ def _copy_step(turn, run, place, program, OPTIONS: gl.constexpr, TILE: gl.conste
     delta = gl.load(tensors.delta_ptr + rows_at + index, mask=inside, other=0.0)  # [BLOCK_M]
     where = coordinates(0, head, run.start, run.length, row, True)
     stage = turn % TILE.STAGES_Q
-    if turn >= TILE.STAGES_Q:
-        barrier_sync(EMPTY + stage, PARTIES, 1)
+    await_readers(turn, EMPTY, TILE.STAGES_Q, PARTIES)
     copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
     pipeline.lse2_s.index(stage).store(lse2)
     zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
@@ -88,8 +87,7 @@ def _copy_step(turn, run, place, program, OPTIONS: gl.constexpr, TILE: gl.conste
     if turn == 0:
         copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
     stage = turn % TILE.STAGES_O
-    if turn >= TILE.STAGES_O:
-        barrier_sync(EMPTY + TILE.STAGES_Q + stage, PARTIES, 1)
+    await_readers(turn, EMPTY + TILE.STAGES_Q, TILE.STAGES_O, PARTIES)
     copy_tile(maps.dout_descs, where, pipeline.dout_full.index(stage), pipeline.dout_s, stage)
     pipeline.delta_s.index(stage).store(-delta)
     mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
@@ -133,8 +131,8 @@ def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             run = run_of(below, descent.numbers.segments, descent.tensors.cu_seqlens_ptr)
             first = 0
             end = gl.cdiv(run.length, BLOCK_M)
-    await_consumers(turn, EMPTY, TILE.STAGES_Q)
-    await_consumers(turn, EMPTY + TILE.STAGES_Q, TILE.STAGES_O)
+    drain(turn, EMPTY, TILE.STAGES_Q, PARTIES)
+    drain(turn, EMPTY + TILE.STAGES_Q, TILE.STAGES_O, PARTIES)
 
 
 @entry(gluon.jit)

@@ -13,18 +13,19 @@ from ..._dense.hopper.forward.walk import begin, factor_of, fold, with_pairs
 from ..._dense.hopper.panels import accumulator
 from ..._linked.hopper.compat import gl, gluon, mbarrier, tma
 from ..._linked.hopper.pipeline import (
-    FIELDS,
     FIRST_ROW,
     HEAD,
     LEN_K,
     LEN_Q,
     Q_START,
     SEQUENCE,
-    SLOTS,
     TURN,
+    await_full,
     barrier_arrive,
     barrier_sync,
     field,
+    forget,
+    hear,
 )
 from .structures import Path
 
@@ -35,16 +36,12 @@ BEHIND = gl.constexpr(1 << 30)
 @gluon.jit
 def _receive(count, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Wait for the producer's next announcement and return it as a ``Path``."""
-    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    pipeline = program.pipeline
-    slot = count % SLOTS
-    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
-    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
+    fields = hear(count, program.pipeline)  # [FIELDS]
     head, sequence = field(fields, HEAD), field(fields, SEQUENCE)
     first_row, q_start = field(fields, FIRST_ROW), field(fields, Q_START)
     len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
     tails, wholes = field(fields, TAILS), field(fields, WHOLES)
-    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
+    forget(count, program.pipeline)
     block = Block(head, sequence, first_row, q_start, len_q, len_k)
     own = survey(block, accumulator(TILE.BLOCK_N), W, program, OPTIONS, TILE)
     return Path(own, tails, wholes)
@@ -62,7 +59,7 @@ def _attend(
         state = with_pairs(state)
     for _tail in range(path.tails):
         stage = state.turn % TILE.STAGES_K
-        mbarrier.wait(pipeline.k_full.index(stage), state.turn // TILE.STAGES_K & 1)
+        await_full(pipeline.k_full, state.turn)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         keys = gl.sum(program.tails_s.index(stage).load(layout), 0)
         block = Block(-1, -1, 0, 0, keys, keys)

@@ -5,19 +5,14 @@ from ..._dense.hopper.forward.producer import (
     copy_queries,
     copy_values,
     drain,
+    fields_of,
     find_block,
     take_ticket,
 )
 from ..._dense.hopper.forward.structures import Search, Task
 from ..._dense.hopper.panels import copy_tile
 from ..._linked.hopper.compat import gl, gluon
-from ..._linked.hopper.pipeline import (
-    EMPTY,
-    FIELDS,
-    barrier_sync,
-    coordinates,
-    key_tiles,
-)
+from ..._linked.hopper.pipeline import EMPTY, FIELDS, await_readers, coordinates, key_tiles
 from .path import parent_of, run_of
 from .structures import Counted, Run
 
@@ -68,8 +63,7 @@ def _copy_keys(where, keys, turn, program, TILE: gl.constexpr):
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     pipeline = program.pipeline
     stage = turn % TILE.STAGES_K
-    if turn >= TILE.STAGES_K:
-        barrier_sync(EMPTY + stage, PARTIES, 1)
+    await_readers(turn, EMPTY, TILE.STAGES_K, PARTIES)
     program.tails_s.index(stage).store(keys)
     copy_tile(program.maps.k_descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
 
@@ -100,8 +94,8 @@ def produce(program, parents_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         _, _, right, high = key_tiles(
             task.first_row, task.len_q, task.len_k, 0, 0, False, True, BLOCK_M, BLOCK_N
         )
-        counted = Counted(above.tails, above.wholes + right)
-        announce(task, index, count, program.pipeline, counted)
+        numbers = fields_of(task) + (above.tails, above.wholes + right)
+        announce(numbers, index, count, program.pipeline)
         head_k = task.head // OPTIONS.GROUP
         is_first = True
         # the tile whose values come next. They begin as constants: if they began as the block's
@@ -151,8 +145,7 @@ def produce(program, parents_ptr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if not TILE.PIPELINE:
             ticket = take_ticket(program)
         total, search, task, above = next_block(ticket, total, search, parents_ptr, program, TILE)
-    none = Task(-1, -1, -1, -1, -1, -1, -1)
-    announce(none, index, count, program.pipeline, Counted(0, 0))
+    announce((-1, -1, -1, -1, -1, -1, 0, 0), index, count, program.pipeline)
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box

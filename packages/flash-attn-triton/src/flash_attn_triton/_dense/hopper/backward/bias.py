@@ -8,7 +8,14 @@ boxes of one row.
 
 from ...._linked.hopper.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
 from ...._linked.hopper.gradients import ROWS
-from ...._linked.hopper.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync, barriers
+from ...._linked.hopper.pipeline import (
+    EMPTY,
+    LOG2E,
+    await_full,
+    await_readers,
+    barrier_arrive,
+    barriers,
+)
 from .order import head_at, tile_at
 from .structures import BiasRing
 
@@ -34,8 +41,7 @@ def copy_bias(head, row, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexp
     PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
     ring, desc, block = program.bias, program.maps.bias_desc, program.block
     stage = turn % TILE.STAGES_B
-    if turn >= TILE.STAGES_B:
-        barrier_sync(FIRST + stage, PARTIES, 1)
+    await_readers(turn, FIRST, TILE.STAGES_B, PARTIES)
     mbarrier.expect(ring.full.index(stage), PARTS * desc.block_type.nbytes)
     sequence = block.sequence if OPTIONS.BIAS_BATCH else 0
     plane = head if OPTIONS.BIAS_HEADS else 0
@@ -44,17 +50,6 @@ def copy_bias(head, row, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexp
         key = block.first_key + w * ROWS
         tile = ring.tiles.index(stage * PARTS + w)
         copy_in(desc, (0, sequence, plane, query, key), ring.full.index(stage), tile)
-
-
-@gluon.jit
-def await_readers(turns, TILE: gl.constexpr):
-    """Wait until the last stages are empty; see ``await_consumers``."""
-    FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
-    PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
-    for back in gl.static_range(TILE.STAGES_B):
-        if turns > back:
-            stage = (turns - 1 - back) % TILE.STAGES_B
-            barrier_sync(FIRST + stage, PARTIES, 1)
 
 
 @gluon.jit
@@ -72,7 +67,7 @@ def less_bias(
         ring = program.bias
         stage = turn % TILE.STAGES_B
         tile = ring.tiles.index(stage * (TILE.BLOCK_N // ROWS) + W)
-        mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)
+        await_full(ring.full, turn)
         if OPTIONS.BIAS_ROWS:
             tile = tile.reshape([TILE.BLOCK_M, ROWS]).permute((1, 0))
             bias = tile.load(S)  # [ROWS, BLOCK_M]

@@ -2,9 +2,9 @@
 
 from ...._linked.hopper.compat import gl, gluon, mbarrier
 from ...._linked.hopper.gradients import ROWS
-from ...._linked.hopper.pipeline import EMPTY, barrier_sync, coordinates
+from ...._linked.hopper.pipeline import EMPTY, await_readers, coordinates, drain
 from ..panels import copy_panels, copy_tile, expect_tiles
-from .bias import await_readers, copy_bias
+from .bias import copy_bias
 from .blocks import count_turns, key_coordinates
 from .order import head_at, tile_at
 from .steps import PARTIES, side_of, slope_of
@@ -18,17 +18,6 @@ def copy_block(descs, buffers, full, program, OPTIONS: gl.constexpr, TILE: gl.co
     for w in gl.static_range(TILE.BLOCK_N // ROWS):
         where = key_coordinates(program.block, program.block.first_key + w * ROWS, OPTIONS)
         copy_panels(descs, where, full, buffers, w)
-
-
-@gluon.jit
-def await_consumers(turns, FIRST: gl.constexpr, STAGES: gl.constexpr):
-    """Wait at a ring's named barriers until its last stages are empty.
-
-    Consumers arrive there after every tile, and at the end no barrier may hold unmatched arrivals.
-    """
-    for back in gl.static_range(STAGES):
-        if turns > back:
-            barrier_sync(FIRST + (turns - 1 - back) % STAGES, PARTIES, 1)
 
 
 @gluon.jit
@@ -73,8 +62,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             lse2 += (first_row - block.first_key + index).to(gl.float32) * side
         where = coordinates(block.sequence, head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
         stage = turn % STAGES_Q
-        if turn >= STAGES_Q:
-            barrier_sync(EMPTY + stage, PARTIES, 1)
+        await_readers(turn, EMPTY, STAGES_Q, PARTIES)
         copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
         if EARLY and turn < STAGES_O:
             # the stages are empty: begin to copy before LSE and delta have arrived
@@ -89,8 +77,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if TILE.MAKES_DK and not EARLY and turn == 0:
             copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
         stage = turn % STAGES_O
-        if turn >= STAGES_O:
-            barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)
+        await_readers(turn, EMPTY + STAGES_Q, STAGES_O, PARTIES)
         if not EARLY or turn >= STAGES_O:
             full = pipeline.dout_full.index(stage)
             copy_tile(maps.dout_descs, where, full, pipeline.dout_s, stage)
@@ -98,7 +85,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             pipeline.delta_s.index(stage).store(-delta)
             mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
     turns = count_turns(walk, OPTIONS)
-    await_consumers(turns, EMPTY, STAGES_Q)
-    await_consumers(turns, EMPTY + STAGES_Q, STAGES_O)
+    drain(turns, EMPTY, STAGES_Q, PARTIES)
+    drain(turns, EMPTY + STAGES_Q, STAGES_O, PARTIES)
     if program.bias is not None:
-        await_readers(turns, TILE)
+        drain(turns, EMPTY + STAGES_Q + STAGES_O, TILE.STAGES_B, 32 + 2 * TILE.BLOCK_N)

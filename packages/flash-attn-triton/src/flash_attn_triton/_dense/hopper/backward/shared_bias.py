@@ -14,7 +14,7 @@ whatever order a GPU starts programs in and however many multiprocessors it has.
 from ...._linked.hopper.compat import add_out, copy_out, gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.order import take_number
-from ...._linked.hopper.pipeline import barriers
+from ...._linked.hopper.pipeline import await_empty, await_full, barriers
 from ..panels import accumulator
 from .bias import gradients_of, place_at, place_in_planes
 from .blocks import count_turns
@@ -35,7 +35,7 @@ def share_block(block, tensors, numbers, TILE: gl.constexpr):
 def await_buffer(turn, program, OPTIONS: gl.constexpr):
     """Wait until the buffers of a step's gradients of scores are empty."""
     if OPTIONS.SHARES_DS:
-        mbarrier.wait(program.order.empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+        await_empty(program.order.empty, turn)
 
 
 @gluon.constexpr_function
@@ -115,7 +115,7 @@ def keep_shared(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     for turn in range(steps):
         if number > 0:
             _await_stored(stored, turn)
-        mbarrier.wait(order.full.index(turn % 2), turn // 2 & 1)
+        await_full(order.full, turn)
         for w in gl.static_range(PARTS):
             where = place_at(turn, w, program, OPTIONS, TILE)
             ds = ds_s.index(turn % 2 * PARTS + w)

@@ -10,7 +10,7 @@ other multiplies.
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.gradients import ROWS, add_to_memory
-from ...._linked.hopper.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync
+from ...._linked.hopper.pipeline import EMPTY, LOG2E, TURN, await_full, barrier_arrive, barrier_sync
 from ...._linked.hopper.softmax import tanh
 from ..dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 from ..panels import (
@@ -307,7 +307,7 @@ def walk_tiles(
         stage_o = turn % STAGES_O
         q = tile_of(pipeline.q_s, stage, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
         dout = tile_of(pipeline.dout_s, stage_o, BLOCK_M)  # [BLOCK_M, HEAD_DIM_V]
-        mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1)
+        await_full(pipeline.dout_full, turn)
         delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         # [ROWS, BLOCK_M]: dp - delta, from a start at -delta
         dp = multiply_rows(v, dout, delta[None, :] - zeros, True)
@@ -345,7 +345,7 @@ def walk_tiles(
         turn += 1
         following = turn % STAGES_Q
         # after the last tile: scores of undefined data, which are not read
-        mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
+        await_full(pipeline.q_full, turn, pred=turn < total)
         q = tile_of(pipeline.q_s, following, BLOCK_M)
         s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
         dq = wait_for(dq, 2 * PANELS)

@@ -8,7 +8,14 @@ six products instead of five.
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.gradients import ROWS
-from ...._linked.hopper.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync, barriers
+from ...._linked.hopper.pipeline import (
+    EMPTY,
+    TURN,
+    await_full,
+    barrier_arrive,
+    barrier_sync,
+    barriers,
+)
 from ..panels import (
     accumulator,
     allocate,
@@ -75,7 +82,7 @@ def _walk_values(
         turn += 1
         following = turn % STAGES_Q
         # after the last tile: scores of undefined data, which are not read
-        mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
+        await_full(pipeline.q_full, turn, pred=turn < total)
         q = tile_of(pipeline.q_s, following, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
         more = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
         first_key = block.first_key + W * ROWS

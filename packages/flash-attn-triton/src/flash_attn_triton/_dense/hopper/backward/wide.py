@@ -9,7 +9,7 @@ registers.
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.gradients import ROWS, add_to_memory
-from ...._linked.hopper.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync
+from ...._linked.hopper.pipeline import EMPTY, TURN, await_full, barrier_arrive, barrier_sync
 from ..panels import (
     accumulator,
     multiply_rows,
@@ -142,7 +142,7 @@ def _walk_scores(
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         p = rounded(p, program, dtype)
         p = gl.convert_layout(p, gl.DotOperandLayout(0, dv[0].type.layout, 2))
-        mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1)
+        await_full(pipeline.dout_full, turn)
         dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
         barrier_sync(READY + buffer, 256, 4)
         ds_t = pipeline.ds_s.index(buffer).permute((1, 0))  # [BLOCK_M, ROWS]
@@ -157,7 +157,7 @@ def _walk_scores(
         turn += 1
         following = turn % STAGES_Q
         # after the last tile: scores of undefined data, which are not read
-        mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
+        await_full(pipeline.q_full, turn, pred=turn < total)
         q = tile_of(pipeline.q_s, following, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
         s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
         more = hopper.warpgroup_mma_wait(len(k), deps=(more,))
@@ -272,7 +272,7 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
         add_to_memory(part_ptr, dq)
         turn += 1
         stage_o = turn % STAGES_O
-        mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1, pred=turn < total)
+        await_full(pipeline.dout_full, turn, pred=turn < total)
         dout = tile_of(pipeline.dout_s, stage_o, BLOCK_M)  # [BLOCK_M, HEAD_DIM_V]
         delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         dp = multiply_rows(v, dout, delta[None, :] - zeros, True)  # [ROWS, BLOCK_M]

@@ -5,7 +5,14 @@ is the same for all queries has tiles of one row, which the warpgroups share.
 """
 
 from ...._linked.hopper.compat import copy_in, gl, gluon, hopper, mbarrier
-from ...._linked.hopper.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync, barriers
+from ...._linked.hopper.pipeline import (
+    EMPTY,
+    LOG2E,
+    await_full,
+    await_readers,
+    barrier_arrive,
+    barriers,
+)
 from .structures import BiasRing
 
 
@@ -32,8 +39,7 @@ def copy_bias(task, first_key, turn, program, OPTIONS: gl.constexpr, TILE: gl.co
     PARTS: gl.constexpr = TILE.WARPGROUPS if OPTIONS.BIAS_ROWS else 1
     ring, desc = program.bias, program.bias.desc
     stage = turn % TILE.STAGES_B
-    if turn >= TILE.STAGES_B:
-        barrier_sync(FIRST + stage, 128 * TILE.WARPGROUPS + 32, 1)
+    await_readers(turn, FIRST, TILE.STAGES_B, 128 * TILE.WARPGROUPS + 32)
     mbarrier.expect(ring.full.index(stage), PARTS * desc.block_type.nbytes)
     sequence = task.sequence if OPTIONS.BIAS_BATCH else 0
     head = task.head if OPTIONS.BIAS_HEADS else 0
@@ -51,7 +57,7 @@ def add_bias(s, turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.
         FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V
         ring = program.bias
         stage = turn % TILE.STAGES_B
-        mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)
+        await_full(ring.full, turn)
         if OPTIONS.BIAS_ROWS:
             tile = ring.tiles.index(stage * TILE.WARPGROUPS + W)
             bias = tile.reshape([TILE.ROWS, TILE.BLOCK_N]).load(S)  # [ROWS, BLOCK_N]

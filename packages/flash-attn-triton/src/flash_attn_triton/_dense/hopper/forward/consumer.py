@@ -11,7 +11,6 @@ product of this block.
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
 from ...._linked.hopper.pipeline import (
     EMPTY,
-    FIELDS,
     FIRST_ROW,
     HEAD,
     LEN_K,
@@ -20,12 +19,14 @@ from ...._linked.hopper.pipeline import (
     NEG_INF,
     Q_START,
     SEQUENCE,
-    SLOTS,
     TURN,
+    await_full,
     barrier_arrive,
     barrier_sync,
     coordinates,
     field,
+    forget,
+    hear,
     opaque,
 )
 from ...._linked.hopper.softmax import close_softmax, finish_softmax
@@ -52,15 +53,11 @@ from .walk import attend, begin, factor_of, start, tiles_of
 @gluon.jit
 def _receive(program, count):
     """Wait for the producer's next announcement and return it as a ``Block``."""
-    pipeline = program.pipeline
-    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    slot = count % SLOTS
-    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
-    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
+    fields = hear(count, program.pipeline)  # [FIELDS]
     head, sequence = field(fields, HEAD), field(fields, SEQUENCE)
     first_row, q_start = field(fields, FIRST_ROW), field(fields, Q_START)
     len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
-    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
+    forget(count, program.pipeline)
     return Block(head, sequence, first_row, q_start, len_q, len_k)
 
 
@@ -246,7 +243,7 @@ def close(
         mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
     stage_v = (turn - 1) % TILE.STAGES_V
     v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    await_full(pipeline.v_full, turn - 1)
     o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
     finished = finish_block(m, l, block, W, program, OPTIONS, TILE)
     o = wait_for_values(o)
@@ -301,11 +298,11 @@ def cross(state, count, walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, T
     k = tile_of(pipeline.k_s, stage_k, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
     v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
-    mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
-    mbarrier.wait(pipeline.k_full.index(stage_k), turn // TILE.STAGES_K & 1)
+    await_full(pipeline.q_full, count, OWNERS=TILE.WARPGROUPS, W=W)
+    await_full(pipeline.k_full, turn)
     barrier_sync(TURN + W, 256, 4)
     s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    await_full(pipeline.v_full, turn - 1)
     o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
     s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
@@ -337,7 +334,7 @@ def _consume_fp8(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
         # load before waiting for the queries, whose copy takes as long
         scale, unit = numbers.scale * gl.load(factors), gl.load(factors + 1) * UNIT
         q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
-        mbarrier.wait(pipeline.q_full.index(W), count & 1)
+        await_full(pipeline.q_full, count, OWNERS=TILE.WARPGROUPS, W=W)
         scale = scale_queries(q, scale)
         o, m, l, turn = walk_fp8(turn, q, scale, walk, W, program, OPTIONS, TILE)
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)

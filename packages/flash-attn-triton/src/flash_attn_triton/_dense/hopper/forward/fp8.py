@@ -6,8 +6,8 @@ keys are permuted: the exponentials that a thread holds after the first product 
 probabilities that the second product expects from that thread.
 """
 
-from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
-from ...._linked.hopper.pipeline import EMPTY, NEG_INF, barrier_arrive
+from ...._linked.hopper.compat import gl, gluon, hopper
+from ...._linked.hopper.pipeline import EMPTY, NEG_INF, await_full, barrier_arrive
 from ...._linked.hopper.softmax import row_sums
 from .structures import Fp8State
 from .walk import factor_of, hide, logits, tiles_of
@@ -86,9 +86,9 @@ def _pass_by(turn, tiles, program, TILE: gl.constexpr):
     for _tile in range(tiles):
         stage = turn % TILE.STAGES_K
         stage_v = turn % TILE.STAGES_V
-        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+        await_full(pipeline.k_full, turn)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
-        mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)
+        await_full(pipeline.v_full, turn)
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
         turn += 1
     return turn
@@ -120,7 +120,7 @@ def _fold(
         stage_v = turn % TILE.STAGES_V
         k = pipeline.k_s[0].index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
         v = pipeline.v_s[0].index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
-        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+        await_full(pipeline.k_full, turn)
         s = hopper.warpgroup_mma(
             q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
         )  # [ROWS, BLOCK_N]
@@ -142,7 +142,7 @@ def _fold(
         l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]
         m = m_new
         p = unpack(pack(e), WIDTH)  # [ROWS, BLOCK_N]
-        mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)
+        await_full(pipeline.v_full, turn)
         o = add_product(o, alpha, p, v, 0, TILE.HEAD_DIM_V, WIDTH)  # [ROWS, HEAD_DIM_V]
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
         turn += 1

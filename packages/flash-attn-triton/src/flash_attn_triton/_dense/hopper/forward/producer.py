@@ -4,14 +4,10 @@ from ...._linked.hopper.compat import gl, gluon, mbarrier
 from ...._linked.hopper.pipeline import (
     EMPTY,
     FIELDS,
-    FIRST_ROW,
-    LEN_K,
-    LEN_Q,
-    Q_START,
-    SEQUENCE,
-    SLOTS,
-    barrier_sync,
+    announce,
+    await_readers,
     coordinates,
+    drain,
     locate,
 )
 from ..panels import copy_tile
@@ -147,23 +143,9 @@ def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.co
 
 
 @gluon.jit
-def announce(task, index, count, pipeline, above=None):
-    """Announce a block of queries to the consumers through shared memory.
-
-    ``above``: None, or a tree's tiles of keys above the block's segment, a ``Counted``.
-    """
-    slot = count % SLOTS
-    mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
-    fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
-    fields = gl.where(index == SEQUENCE, task.sequence, fields)
-    fields = gl.where(index == Q_START, task.q_start, fields)
-    fields = gl.where(index == LEN_Q, task.len_q, fields)
-    fields = gl.where(index == LEN_K, task.len_k, fields)
-    if above is not None:
-        fields = gl.where(index == TAILS, above.tails, fields)
-        fields = gl.where(index == WHOLES, above.wholes, fields)
-    pipeline.fields_s.index(slot).store(fields)
-    mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
+def fields_of(task):
+    """Return what the producer announces of a block of queries, in the order of the fields."""
+    return task.first_row, task.head, task.sequence, task.q_start, task.len_q, task.len_k
 
 
 @gluon.jit
@@ -183,8 +165,7 @@ def copy_keys(where, turn, program, TILE: gl.constexpr):
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     pipeline = program.pipeline
     stage = turn % TILE.STAGES_K
-    if turn >= TILE.STAGES_K:
-        barrier_sync(EMPTY + stage, PARTIES, 1)
+    await_readers(turn, EMPTY, TILE.STAGES_K, PARTIES)
     copy_tile(program.maps.k_descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
 
 
@@ -194,17 +175,8 @@ def copy_values(where, turn, program, TILE: gl.constexpr):
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     pipeline = program.pipeline
     stage = turn % TILE.STAGES_V
-    if turn >= TILE.STAGES_V:
-        barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)
+    await_readers(turn, EMPTY + TILE.STAGES_K, TILE.STAGES_V, PARTIES)
     copy_tile(program.maps.v_descs, where, pipeline.v_full.index(stage), pipeline.v_s, stage)
-
-
-@gluon.jit
-def drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr):
-    """Wait at the named barriers of the last tiles: each arrival of the consumers needs a wait."""
-    for back in gl.static_range(STAGES):
-        if turn > back:
-            barrier_sync(FIRST + (turn - 1 - back) % STAGES, PARTIES, 1)
 
 
 @gluon.jit
@@ -231,7 +203,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         low, _, _, high = tiles_of(
             task, task.first_row, TILE.WARPGROUPS * TOKENS, program, OPTIONS, TILE
         )
-        announce(task, index, count, program.pipeline)
+        announce(fields_of(task), index, count, program.pipeline)
         head_k = task.head // OPTIONS.GROUP
         steps = high - low
         for step in range(steps + 1):
@@ -272,7 +244,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if not TILE.PIPELINE:
             ticket = take_ticket(program)
         total, search, task = next_tile(ticket, total, search, UNIT, program, OPTIONS, TILE)
-    announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, program.pipeline)
+    announce((-1, -1), index, count, program.pipeline)
     if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
             # PIPELINE issues one product after the last tile: the TMA fills an out-of-range box

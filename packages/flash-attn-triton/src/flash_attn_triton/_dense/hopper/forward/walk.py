@@ -5,12 +5,13 @@ The walk goes from the last tile to the first, with the online softmax of FlashA
 the left end of the window cuts. Each kind has its own loop, so most tiles run no code for masks.
 """
 
-from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
+from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.pipeline import (
     EMPTY,
     LOG2E,
     NEG_INF,
     TURN,
+    await_full,
     barrier_arrive,
     barrier_arrive_after,
     barrier_sync,
@@ -133,8 +134,8 @@ def begin(turn, count, walk, W: gl.constexpr, program, OPTIONS: gl.constexpr, TI
     q = tile_of(pipeline.q_s, buffer, TILE.ROWS)  # [ROWS, HEAD_DIM]
     k = tile_of(pipeline.k_s, stage, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
-    mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
-    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+    await_full(pipeline.q_full, count, OWNERS=TILE.WARPGROUPS, W=W)
+    await_full(pipeline.k_full, turn)
     barrier_sync(TURN + W, 256, 4)
     s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
@@ -216,10 +217,10 @@ def fold(
         stage_v = (turn - 1) % TILE.STAGES_V
         k = tile_of(pipeline.k_s, stage, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
         v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
-        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+        await_full(pipeline.k_full, turn)
         barrier_sync(TURN + W, 256, 4)
         s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
-        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+        await_full(pipeline.v_full, turn - 1)
         o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
         barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
         s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
