@@ -43,7 +43,7 @@ MISTAKES = [
     ("columns", "walk_tiles", "hopper.fence_async_shared()", "pass"),
     ("columns", "walk_tiles", "await_made(turn + 1, W)", "pass"),
     ("columns", "walk_tiles", "await_made(turn + 1, W)", "await_made(turn, W)"),
-    ("columns", "walk_tiles", "ds_s.index(turn % 2 * 2 + W)", "ds_s.index(W)"),
+    ("columns", "walk_tiles", "gradients_of(turn % 2 * 2 + W", "gradients_of(W"),
     ("columns", "walk_tiles", "if turn > 1:", "if turn > 2:"),
     ("columns", "await_made", "1 - W", "W"),
     ("columns", "walk_tiles", "dp = hopper.warpgroup_mma_wait(PANELS_V, deps=(dp,))", "pass"),
@@ -53,7 +53,7 @@ MISTAKES = [
     ("rows", "multiply_dq", "W * 64, 64, 1", "0, 64, 1"),
     ("columns", "write", "hopper.fence_async_shared()", "pass"),
     ("columns", "stage_panels", "hopper.fence_async_shared()", "pass"),
-    ("columns", "send", "tma.store_wait(0)", "pass"),
+    ("columns", "send", "tma.store_wait(LEFT)", "pass"),
     ("columns", "in_rows", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 1, 4, 5)"),
     (
         "rows",
