@@ -55,6 +55,10 @@ def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
     Fields of a structure are annotated with these types or with structures, whose fields get the
     outer field's name before theirs. A structure of constants holds nothing else. The function has
     a docstring, and its module ``from __future__ import annotations``.
+
+    Raises:
+        TypeError: on a field or parameter of another type, on two structures of one name, and on a
+            function without a docstring, when the kernel is declared.
     """
 
     def make(function: Callable[..., None]) -> Any:
@@ -68,7 +72,8 @@ def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
         def unpack(name: str, kind: Any, prefix: str = "") -> str:
             """Add the parameters of a kind; return the expression that packs them."""
             if hasattr(kind, "_fields"):
-                names[kind.__name__] = kind
+                if names.setdefault(kind.__name__, kind) is not kind:
+                    raise TypeError(f"{function.__name__}: two things are named {kind.__name__}")
                 inner = [
                     unpack(prefix + field, hint, f"{prefix}{field}_")
                     for field, hint in get_type_hints(kind, include_extras=True).items()
@@ -76,9 +81,13 @@ def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
                 return f"{kind.__name__}({', '.join(inner)})"
             if kind is constexpr or kind == Constant:
                 parameters.append(f"{name}: constexpr")
-            else:
+            elif kind in (Pointer, Foreign, Map, Number):
                 parameters.append(name)
                 listed.get(kind.__metadata__[0], []).append(name)
+            else:
+                raise TypeError(
+                    f"{function.__name__}: {name} must have a type of entries, got {kind}"
+                )
             return name
 
         packing = []
@@ -107,6 +116,8 @@ def _with_parameters(
     first = function.__code__.co_firstlineno - 1
     block = inspect.getblock(lines[first:])
     node: Any = ast.parse("".join(block)).body[0]
+    if ast.get_docstring(node) is None:  # its place is taken
+        raise TypeError(f"{node.name} must have a docstring")
     docstring = node.body[0]
     begin, inner, end = (first + n for n in (node.lineno, docstring.lineno, docstring.end_lineno))
     lines[begin - 1 : end] = ["\n"] * (end - begin + 1)

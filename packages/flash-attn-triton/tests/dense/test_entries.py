@@ -101,3 +101,39 @@ def test_lines_of_the_body_keep_their_numbers(device):
     line = first + next(n for n, text in enumerate(source) if "# this line" in text)
     assert "# this line" in Path(__file__).read_text().splitlines()[line - 1]
     assert f"line {line}" in told or f"at {line - first + 1}:" in told
+
+
+class Untyped(NamedTuple):
+    x_ptr: int
+
+
+class Twin(NamedTuple):
+    """Holds another structure named ``Numbers``, which this module has too."""
+
+    numbers: NamedTuple("Numbers", [("count", Number)])  # type: ignore[valid-type]
+
+
+def without_docstring(tensors: Tensors):
+    tl.store(tensors.out_ptr, 1.0)
+
+
+def of_other_types(tensors: Untyped):
+    """Its field has no type of entries."""
+
+
+def of_twins(twin: Twin, numbers: Numbers):
+    """Its structures have one name."""
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (without_docstring, "without_docstring must have a docstring"),
+        (of_other_types, "of_other_types: x_ptr must have a type of entries, got <class 'int'>"),
+        (of_twins, "of_twins: two things are named Numbers"),
+    ],
+)
+def test_a_kernel_that_cannot_be_made_is_refused(function, told):
+    with pytest.raises(TypeError, match=told):
+        entry(triton.jit)(function)
