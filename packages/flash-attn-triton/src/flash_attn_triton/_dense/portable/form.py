@@ -50,7 +50,7 @@ class Counted:
 
     def __call__(self, key: Hashable, tensors: tuple[Tensor | None, ...], *counted: Any) -> None:
         """Launch with the work of a key."""
-        grid, numbers = self._work.get(key) or self._work.keep(key, self._count(*counted))
+        grid, numbers = self.work(key, *counted)
         self.launch(grid, tensors, numbers)
 
 
