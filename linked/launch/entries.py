@@ -110,11 +110,11 @@ def _with_parameters(
     """
     file = Path(function.__code__.co_filename)
     path = f"{file.parent}/./{file.name}"
-    lines, _ = inspect.findsource(function)
-    if path in linecache.cache:  # the module has another kernel
-        lines = list(linecache.cache[path][2])
+    written, _ = inspect.findsource(function)
+    # with the kernels of the module that were made before
+    lines = list(linecache.cache[path][2] if path in linecache.cache else written)
     first = function.__code__.co_firstlineno - 1
-    block = inspect.getblock(lines[first:])
+    block = inspect.getblock(written[first:])
     node: Any = ast.parse("".join(block)).body[0]
     if ast.get_docstring(node) is None:  # its place is taken
         raise TypeError(f"{node.name} must have a docstring")
