@@ -119,7 +119,7 @@ def meta(size, dtype=torch.bfloat16, **options):
 
 FP8 = torch.float8_e4m3fn
 ROWS, PORTABLE = "row_kernel", {"dkdv_kernel", "dq_kernel"}
-FIXED, HOPPER = (2, 512, 4, 64), {"row_kernel", "backward_kernel", "round_dq_kernel"}
+FIXED, HOPPER = (2, 512, 4, 64), {"row_kernel", "backward_kernel", "round_kernel"}
 
 
 @pytest.mark.aot

@@ -79,9 +79,9 @@ def flash_attn_func(
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``; without a gradient. Default: None.
-        deterministic: make gradients repeat bit for bit. Otherwise, on Hopper, the parts of dq and
-            of the gradient of a shared bias are added in the order in which they arrive; all other
-            results repeat anyway. Default: False.
+        deterministic: make gradients repeat bit for bit. Otherwise, on Hopper, parts of dq, of the
+            gradient of a shared bias and, with grouped heads, of dk and dv are added in the order
+            in which they arrive; output and LSE repeat anyway. Default: False.
         return_attn_probs: return ``(out, lse, probabilities)``, for tests. The third is None
             without dropout; with dropout it is ``[batch, heads_q, seqlen_q, seqlen_k]`` in the
             dtype of ``q``, negative where dropped. It is computed separately and takes memory for

@@ -68,9 +68,9 @@ def test_graph_replays_with_new_inputs(deterministic, form, features, device):
 
 
 def assert_repeats(got, want, deterministic):
-    """Hold ``(out, lse, dq, ...)`` to be the same; dq up to the order of its sum, if it may be."""
+    """Hold ``(out, lse, dq, ...)`` to be the same; gradients up to the order of their sums."""
     for i, (one, other) in enumerate(zip(got, want, strict=True)):
-        if i == 2 and not deterministic:
+        if i >= 2 and not deterministic:
             # one rounding, of sums that differ in the last bits of fp32
             unit = torch.finfo(one.dtype).eps * other.abs() + 2.0**-20 * other.abs().max()
             assert ((one.float() - other.float()).abs() <= unit).all()

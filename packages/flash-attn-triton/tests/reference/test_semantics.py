@@ -167,7 +167,7 @@ def test_repeats_are_bitwise_equal_at_length(feature, dtype, device):
     case = make_case(Shape(2, 1000, 1300, 8, 2, 64), dtype, device, (feature,))
     for form, names in (
         (case.with_options(deterministic=True), ("out", "lse", "dq", "dk", "dv")),
-        (case, ("out", "lse", "dk", "dv")),  # dq may be added up in any order
+        (case, ("out", "lse")),  # gradients may be added up in any order
     ):
         first = run(form)
         for _ in range(5):

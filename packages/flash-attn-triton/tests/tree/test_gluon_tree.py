@@ -71,11 +71,13 @@ def serve_gradients(monkeypatch):
     real = hopper_launch.tree_backward_kernel
     monkeypatch.setattr(tree_ops, "_forward_triton", eager)
     monkeypatch.setattr(tree_launch, "takes_hopper_backward", lambda *_, **__: True)
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _device: 132)
     kernels = []
 
-    def serve(tile, reverse=True):
+    def serve(tile, reverse=True, shares=1):
         monkeypatch.setattr(tree_launch, "_plans", Memory())
         kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(hopper_launch, "possible_shares", lambda *_: [shares])
         monkeypatch.setattr(hopper_launch, "hopper_backward_tile", lambda *_: tile)
         monkeypatch.setattr(hopper_launch, "tree_backward_kernel", kernels[-1])
         return kernels[-1]
@@ -145,6 +147,20 @@ BACKWARD = [
 def test_backward(tile, tree, features, reverse, serve_gradients):
     serve_gradients(KINDS[tile], reverse)
     check(make(tree, torch.bfloat16, "cpu", features), grad=True)
+
+
+SHARED = [
+    ("columns", Tree((70, 130, 20, 3), (-1, 0, 0, 1), 2, 1, 48), 2),
+    ("rows", Tree((150, 20, 3), (-1, 0, 0), 6, 2, 64, padding=3), 3),
+    # a program walks two of four heads
+    ("wide", Tree((40, 0, 70, 33), (-1, 0, 0, 2), 4, 1, 72), 2),
+]
+
+
+@pytest.mark.parametrize(("tile", "tree", "shares"), SHARED, ids=str)
+def test_backward_of_shared_keys(tile, tree, shares, serve_gradients):
+    serve_gradients(KINDS[tile], shares=shares)
+    check(make(tree, torch.bfloat16, "cpu"), grad=True)
 
 
 @pytest.mark.parametrize("tile", ["columns", "wide"])

@@ -340,7 +340,7 @@ def test_builds_for_hopper(head_dim, is_rich, tmp_path):
         "row_kernel",
         "count_below_kernel",
         "link_kernel",
-        "round_dq_kernel",
+        "round_kernel",
     }
 
 

@@ -36,7 +36,7 @@ def backward(monkeypatch, forward):
     real = hopper_launch.backward_kernel
     kernels = []
 
-    def serve(tile, reverse=True, features=()):
+    def serve(tile, reverse=True, features=(), shares=1):
         if "dropout" in features and {"window", "window_left"} & set(features):
             # not for the forward's kernel
             monkeypatch.setattr(dense_launch, "takes_hopper_forward", lambda *_: False)
@@ -45,6 +45,7 @@ def backward(monkeypatch, forward):
             forward(TILES["plain"], reverse)
         kernels.append(Kernel(real, reverse))
         monkeypatch.setattr(hopper_launch, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_launch, "possible_shares", lambda *_: [shares])
         monkeypatch.setattr(hopper_launch, "backward_kernel", kernels[-1])
         return kernels[-1]
 

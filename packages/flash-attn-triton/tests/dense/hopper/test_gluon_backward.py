@@ -96,6 +96,44 @@ def test_backward_in_order(tile, shape, features, backward):
     check(case.with_options(deterministic=True))
 
 
+SHARED = [
+    ("columns", Shape(1, 200, 150, 2, 1, 128), (), 2),
+    # a program walks two of six heads
+    ("rows", Shape(2, 130, 200, 6, 1, 64), ("causal",), 3),
+    ("columns", Shape(1, 100, 300, 6, 2, 64), ("window_left",), 3),  # keys ahead of every window
+    ("columns", Shape(1, 140, 150, 3, 1, 96), ("causal", "softcap"), 3),
+    ("columns", Shape(1, 130, 150, 4, 2, 48, 80), ("dropout", "alibi"), 2),
+    ("wide", Shape(1, 130, 150, 2, 1, 192, 128), ("window",), 2),
+    ("wide", Shape(2, 100, 150, 3, 1, 256), ("causal", "dropout"), 3),
+    ("apart", Shape(1, 300, 150, 2, 1, 192), ("causal",), 2),
+    ("apart", Shape(1, 100, 300, 4, 2, 160, 48), ("window_left",), 2),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features", "shares"), SHARED, ids=str)
+def test_backward_of_shared_keys(tile, shape, features, shares, backward):
+    backward(KINDS[tile], features=features, shares=shares)
+    check(make_case(shape, torch.bfloat16, "cpu", features))
+
+
+# in order, dv has no launch of its own
+SHARED_IN_ORDER = [case for case in SHARED if case[0] != "apart"]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features", "shares"), SHARED_IN_ORDER, ids=str)
+def test_backward_of_shared_keys_in_order(tile, shape, features, shares, backward):
+    backward(KINDS[tile], features=features, shares=shares)
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(case.with_options(deterministic=True))
+
+
+@kinds
+@pytest.mark.parametrize("features", [("causal", "sinks"), ("window", "softcap")], ids="-".join)
+def test_backward_of_shared_keys_of_packed_tensors(tile, features, backward):
+    backward(KINDS[tile], shares=2)
+    check(make_packed(PACKED, torch.float16, "cpu", features))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
 def test_tiles_that_serve_calls(head_dim, causal, backward):
@@ -117,14 +155,15 @@ def test_backward_of_packed_tensors_with_features(tile, backward):
     check(make_packed(PACKED, torch.float16, "cpu", ("causal", "dropout", "alibi_batch")))
 
 
+@pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize(
     ("tile", "features"),
     [("rows", ("causal", "dropout")), ("columns", ("window",)), ("wide", ("alibi",))],
     ids=str,
 )
-def test_backward_of_keys_that_are_not_used(tile, features, backward):
+def test_backward_of_keys_that_are_not_used(tile, features, shares, backward):
     """What is there may be NaN; gradients of it are 0."""
-    backward(KINDS[tile])
+    backward(KINDS[tile], shares=shares)
     shape = Packed((70, 20, 150, 1), (230, 40, 90, 33), 2, 1, 48, padding=70)
     case = make_packed(shape, torch.float16, "cpu", features).with_options(seqused_k=USED)
     got = check(case)
@@ -135,12 +174,14 @@ def test_backward_of_keys_that_are_not_used(tile, features, backward):
     again = run(case.with_inputs(**spoilt))
     for name in ("dk", "dv"):
         assert not got[name][37:270].any()
+        # programs run one after the other here: also shared sums repeat
         assert torch.equal(again[name], got[name])
 
 
 @kinds
-def test_backward_reads_nothing_of_others(tile, backward):
-    backward(KINDS[tile])
+@pytest.mark.parametrize("shares", [1, 2])
+def test_backward_reads_nothing_of_others(tile, shares, backward):
+    backward(KINDS[tile], shares=shares)
     case = make_packed(PACKED, torch.bfloat16, "cpu", ("causal",))
     want = run(case)
     inputs = {name: t.clone() for name, t in case.inputs.items()}
@@ -153,9 +194,11 @@ def test_backward_reads_nothing_of_others(tile, backward):
     assert (got["dq"][70:220] - want["dq"][70:220]).norm() <= 2.0**-8 * want["dq"].norm()
 
 
-@pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
-def test_bits_in_order_are_those_of_a_sequence_alone(tile, backward):
-    backward(KINDS[tile])
+@pytest.mark.parametrize(
+    ("tile", "shares"), [("rows", 1), ("columns", 1), ("wide", 1), ("columns", 2)], ids=str
+)
+def test_bits_in_order_are_those_of_a_sequence_alone(tile, shares, backward):
+    backward(KINDS[tile], shares=shares)
     case = make_packed(PACKED, torch.bfloat16, "cpu", ("causal",)).with_options(deterministic=True)
     parts = {"q": slice(70, 220), "k": slice(140, 230), "v": slice(140, 230)}
     alone = case.with_inputs(**{name: case.inputs[name][part] for name, part in parts.items()})

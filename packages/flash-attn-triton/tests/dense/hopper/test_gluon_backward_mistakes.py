@@ -107,7 +107,7 @@ MISTAKES_OF_VALUES = [
     ("_walk_values", "dv, s = wait_for_all(dv, more)", "s = more"),
     ("consume_values", "mbarrier.wait(pipeline.k_full, 0)", "pass"),
     ("consume_values", WAIT_Q_FULL, "pass"),
-    ("consume_values", "first_key + W * ROWS", "first_key"),
+    ("hand_in", "first_key + number * ROWS", "first_key"),
     ("make_value_pipeline", "barriers(TILE.STAGES_Q, 2)", "barriers(TILE.STAGES_Q, 1)"),
 ]
 
@@ -236,6 +236,30 @@ def test_shared_draws_with_a_mistake(right, wrong, backward):
 
     case = make_case(Shape(1, 70, 130, 1, 1, 48), torch.float16, "cpu", ("dropout",))
     assert caught(serve, case, grad=True)
+
+
+MISTAKES_OF_SHARES = [
+    ("key_coordinates", "head // OPTIONS.SHARES", "head * 0"),
+    ("place_in_sums", "head // OPTIONS.SHARES", "head"),
+    ("place_in_sums", "heads // OPTIONS.SHARES", "heads"),
+    ("place_in_sums", "+ found.block", ""),
+    ("place_in_sums", "found.k_start // TILE.BLOCK_N +", ""),
+    ("hand_in", "(TILE.BLOCK_N // ROWS) + number", "(TILE.BLOCK_N // ROWS)"),
+    ("_finish", "tensors.dv_sums_ptr", "tensors.dk_sums_ptr"),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"), MISTAKES_OF_SHARES, ids=lambda x: str(x)[:40]
+)
+def test_shares_with_a_mistake(function, right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS["columns"], reverse, shares=2).plant(function, right, wrong)
+
+    fixed = make_case(Shape(2, 140, 150, 4, 2, 48), torch.bfloat16, "cpu", ("causal",))
+    packed = make_packed(Packed((70, 0, 90), (140, 30, 175), 4, 2, 48), torch.float16, "cpu")
+    assert caught(serve, fixed, grad=True) or caught(serve, packed, grad=True)
 
 
 WAIT_FULL = "mbarrier.wait(order.full.index(W), step & 1)"

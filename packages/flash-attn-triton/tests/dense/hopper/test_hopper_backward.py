@@ -14,7 +14,7 @@ from flash_attn_triton._dense.hopper.backward.arguments import (
     RoundingTensors,
 )
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward, draws_apart
-from flash_attn_triton._dense.hopper.backward.round_dq import round_dq_kernel
+from flash_attn_triton._dense.hopper.backward.round_sums import round_kernel
 from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
 from flash_attn_triton._dense.portable.arguments import PIECE, Inputs
 from flash_attn_triton._dense.portable.backward_launch import RowSums
@@ -57,10 +57,11 @@ class _Backward(torch.autograd.Function):
     """The reference's forward, and the launcher's backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, reference, options, tile, ordered):
+    def forward(ctx, q, k, v, reference, options, tile, ordered, shares):
         out, lse = reference(q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options, ctx.tile, ctx.ordered = options, tile, ordered
+        ctx.options, ctx.tile = options, tile
+        ctx.cut = {"ordered": ordered, "shares": shares}
         return out, lse
 
     @staticmethod
@@ -73,21 +74,21 @@ class _Backward(torch.autograd.Function):
         x = Tensors(q, k, v, **{name: options.get(name) for name in OPTIONAL})
         dropout_p = options.get("dropout_p", 0.0)
         form = Form(x, Options(scale, left, right, options.get("softcap", 0.0), dropout_p))
-        plan = HopperBackward(form, x, ctx.tile, ordered=ctx.ordered)
+        plan = HopperBackward(form, x, ctx.tile, **ctx.cut)
         dout, lse = aligned(dout), lse.float().contiguous()
-        sums = plan.new_sums(q).fill_(math.nan)
+        sums = plan.new_sums(q, k).fill_(math.nan)
         delta, lse2 = RowSums(form, out.dtype)(out.contiguous(), dout, dlse, lse, sums)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         plan(inputs, extras_of(x), *grads, sums)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
-def hopper(case, tile=None, *, ordered=False):
+def hopper(case, tile=None, *, ordered=False, shares=1):
     """Return a function like the public ones, whose backward is the launcher's."""
 
     def call(q, k, v, **options):
-        return _Backward.apply(q, k, v, case.reference, options, tile, ordered)
+        return _Backward.apply(q, k, v, case.reference, options, tile, ordered, shares)
 
     return call
 
@@ -216,7 +217,7 @@ def test_counters_follow_the_sums(head_dim, ordered):
     with absent_gpu(HOPPER):
         x = Tensors(q, q, q)
         plan = HopperBackward(Form(x, Options(0.1, -1, 0, 0.0, 0.0)), x, ordered=ordered)
-        sums = plan.new_sums(q)
+        sums = plan.new_sums(q, q)
     assert sums.numel() % PIECE == 0
     block_m = hopper_backward_tile(head_dim).block_m
     tiles = 2 * 6 * -(-1000 // block_m)
@@ -265,19 +266,23 @@ def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
     parts = block_m // 64
     sums = torch.randn(heads, tiles, 2, 32 * parts * sum(panels), device=device)
     dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
-    round_dq_kernel[(heads * tiles,)](
+    round_kernel[(heads * tiles,)](
         *RoundingTensors(sums, dq, None, None, None),
         *RoundingNumbers(
             scale=0.5,
-            window_right=0,
+            window=0,
             batch=1,
-            heads_q=heads,
-            tokens_q=tokens,
-            tokens_k=tokens - shift,
+            heads=heads,
+            tokens_own=tokens,
+            tokens_other=tokens - shift,
             tiles=tiles,
         ),
         **RoundingOptions(
-            HAS_RIGHT=True, BLOCK_M=block_m, HEAD_DIM=head_dim, WIDE=panels[0], NARROW=panels[1]
+            HAS_WINDOW=True,
+            BLOCK=block_m,
+            HEAD_DIM=head_dim,
+            WIDE=panels[0],
+            NARROW=panels[1],
         )._asdict(),
         num_warps=4,
     )
@@ -302,12 +307,60 @@ def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
     assert torch.equal(dq[0], want)
 
 
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("panels", [(64, 0), (64, 32), (128, 64)], ids=str)
+@pytest.mark.parametrize(("shift", "shares"), [(0, 1), (5, 1), (5, 3)])
+def test_dk_is_brought_into_its_order(block, panels, shift, shares, device):
+    """Element by element, added up over the places of a key head's shares."""
+    tokens, heads, head_dim = 2 * block - 9, 2, sum(panels) - 8
+    tiles, parts = 2, block // 64
+    sums = torch.randn(heads, shares, tiles, parts, 64 * sum(panels), device=device)
+    dk = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
+    round_kernel[(heads * tiles,)](
+        *RoundingTensors(sums, dk, None, None, None),
+        *RoundingNumbers(
+            scale=1.0,
+            window=0,
+            batch=1,
+            heads=heads,
+            tokens_own=tokens,
+            tokens_other=tokens - shift,
+            tiles=tiles,
+        ),
+        **RoundingOptions(
+            OF_KEYS=True,
+            HAS_WINDOW=True,
+            BLOCK=block,
+            HEAD_DIM=head_dim,
+            WIDE=panels[0],
+            NARROW=panels[1],
+            SHARES=shares,
+        )._asdict(),
+        num_warps=4,
+    )
+    lines = torch.arange(64)[:, None]
+    warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
+    found, first = [], 0
+    for width in (n for n in panels if n):
+        cols = torch.arange(width)[None, :]
+        place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
+        # [heads, shares, tiles, parts, 64, width]
+        found.append(sums[..., first + place.to(device)])
+        first += 64 * width
+    want = torch.cat(found, -1)
+    want = sum(want[:, share] for share in range(shares)).reshape(heads, tiles * block, -1)
+    want = want[:, : tokens - shift, :head_dim].transpose(0, 1).half()
+    assert torch.equal(dk[0, shift:], want)
+    # keys ahead of the first that a query sees
+    assert not dk[0, :shift].any()
+
+
 # ---- numbers
 
 
-def check(case, tile=None, *, ordered=False):
+def check(case, tile=None, *, ordered=False, shares=1):
     """Hold the gradients to the budget of the package."""
-    got = run(case, hopper(case, tile, ordered=ordered))
+    got = run(case, hopper(case, tile, ordered=ordered, shares=shares))
     oracle = run_oracle(case)
     eager = run_eager(case, oracle)
     for name in ("dq", "dk", "dv"):
@@ -332,6 +385,22 @@ def test_gradients(head_dim, tile, lengths, features, device):
 def test_packed_gradients(head_dim, features, device):
     shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
     check(make_packed(shape, torch.bfloat16, device, features))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "in_order"])
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",), ("window_left",)], ids=str)
+@pytest.mark.parametrize("shares", [2, 3, 6])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
+def test_gradients_of_shared_keys(head_dim, shares, features, ordered, device):
+    """Neither lengths nor heads nor cuts divide each other."""
+    shape = Shape(2, 333, 700, 12, 2, head_dim)
+    check(make_case(shape, torch.bfloat16, device, features), ordered=ordered, shares=shares)
+    shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 6, 1, head_dim, padding=40)
+    case = make_packed(shape, torch.bfloat16, device, features)
+    check(case, ordered=ordered, shares=shares)
+    used = torch.tensor([128, 0, 90, 0, 555]).int().to(device)
+    check(case.with_options(seqused_k=used), ordered=ordered, shares=shares)
 
 
 EXTRAS = [("dropout",), ("alibi",), ("alibi_batch", "dropout")]

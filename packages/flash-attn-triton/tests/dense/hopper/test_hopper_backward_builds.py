@@ -35,7 +35,7 @@ def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
         form = Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
         plan = HopperBackward(form, x, tile, ordered=ordered)
         inputs = Inputs(q, k, k, q, rows, rows)
-        plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q))
+        plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q, k))
     kernel, *values, _rounding = builds
     assert len(values) == tile.is_apart
     order = " in order" if ordered else ""
@@ -74,7 +74,7 @@ def test_builds_with_features(head_dim, causal, feature, tmp_path):
         x = x._replace(rng_state=state) if has_dropout else x._replace(alibi_slopes=slopes)
         options = Options(0.1, -1, 0 if causal else -1, 0.0, 0.1 if has_dropout else 0.0)
         plan = HopperBackward(Form(x, options), x)
-        plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q))
+        plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q, k))
     kernel, _rounding = builds
     check_builds(HOPPER, f"d{head_dim} {'causal' if causal else 'full'} {feature}", builds)
     products = kernel.sass.count(" HGMMA.")
@@ -101,7 +101,7 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
         plan = HopperBackward(Form(x, Options(0.1, 100, 0, 0.0, 0.0)), x)
         inputs = Inputs(q, k, v, dout, rows, rows)
         extras = Extras(None, None, None, starts, starts, None)
-        plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q))
+        plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q, k))
     check_builds(HOPPER, f"d{head_dim}:{head_dim_v} packed window", builds)
     # dv has a launch of its own above head dim 128, and dq is rounded
     assert len(builds) == (3 if 128 < max(head_dim, head_dim_v) <= 192 else 2)

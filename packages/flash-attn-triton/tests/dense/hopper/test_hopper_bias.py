@@ -85,7 +85,7 @@ def run_backward(x: Tensors, form: Form, *, ordered: bool = False) -> None:
         Inputs(*x[:3], x.q, rows, rows),
         Extras(x.bias, *[None] * 5),
         *map(torch.empty_like, x[:3]),
-        plan.new_sums(x.q),
+        plan.new_sums(x.q, x.k),
         torch.empty_like(x.bias),
     )
 
@@ -137,7 +137,7 @@ def test_counters_of_a_shared_bias_follow_the_sums(head_dim):
     """Two for each block of keys of those that share it; the row kernel sets whole pieces to 0."""
     with absent_gpu(HOPPER):
         x, form = made(head_dim, True, batch=4, group=1, tokens=1000)
-        sums = HopperBackward(form, x).new_sums(x.q)
+        sums = HopperBackward(form, x).new_sums(x.q, x.k)
     assert sums.numel() % PIECE == 0
     tile = hopper_backward_bias_tile(head_dim, 2)
     numbers = 4 * 4 * -(-1000 // tile.block_m) * tile.block_m * head_dim

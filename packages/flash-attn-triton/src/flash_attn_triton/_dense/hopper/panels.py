@@ -6,7 +6,7 @@ queries and keys. The output and each gradient have one accumulator per panel.
 """
 
 from ..._linked.hopper.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
-from ..._linked.hopper.gradients import in_rows, write
+from ..._linked.hopper.gradients import add_to_memory, in_rows, write
 from ..._linked.hopper.ptx import shrink
 
 
@@ -262,3 +262,12 @@ def add_panels(descs, row, buffers, number):
     add_out(descs[0], [row, 0], buffers[0].index(number))
     if len(descs) > 1:
         add_out(descs[1], [row + buffers[0].shape[1], 0], buffers[1].index(number))
+
+
+@gluon.jit
+def add_by_threads(sums, pointer):
+    """Add a warpgroup's accumulators to memory, first the wide panel, then the narrow one."""
+    add_to_memory(pointer, sums[0])
+    if len(sums) > 1:
+        SIZE: gl.constexpr = 64 * sums[0].shape[1]
+        add_to_memory(pointer + SIZE, sums[1])

@@ -274,7 +274,7 @@ class BackwardPlan:
         hopper = self._hopper
         if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
             hopper = None
-        sums = None if hopper is None else hopper.new_sums(q)
+        sums = None if hopper is None else hopper.new_sums(q, k)
         delta, lse2 = self._row_numbers(compact(out), dout, dlse, lse, sums)
         if k.numel() != 0:
             # the output may have another dtype than q; products need one dtype

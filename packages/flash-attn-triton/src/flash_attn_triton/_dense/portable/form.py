@@ -63,6 +63,7 @@ class Form:
 
     def __init__(self, x: Tensors, options: Options) -> None:
         q, v, alibi_slopes = x.q, x.v, x.alibi_slopes
+        options = without_idle_windows(x, options)
         self.options = options
         self.platform = detect(q.device)
         self.itemsize = q.element_size()
@@ -145,16 +146,32 @@ class Form:
         fitting = L2_BYTES // max(1, tokens_q * self.group * self._token_bytes)
         return min(max(1, fitting), max(1, self.batch * self.heads_k))
 
-    def span_sums(self, tokens_q: int) -> int:
+    def span_sums(self, tokens_q: int, shares: int = 1) -> int:
         """``span_k`` with the sums of dq, which are read and written: a power of two, at least 2.
 
-        Other numbers often leave a small remainder, whose longest walks begin last. With one head
-        all programs would add to the same sums.
+        ``shares`` programs share the query heads of a key head, and each counts as a head. Numbers
+        that are no power of two often leave a small remainder, whose longest walks begin last. With
+        one head all programs would add to the same sums.
         """
-        columns = sum(panels_of(self.head_dim))
-        head_bytes = self._token_bytes + 2 * 4 * columns
-        fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
+        fitting = L2_BYTES // max(1, self.group // shares * self.walked_bytes(tokens_q))
         return 1 << max(1, fitting.bit_length() - 1)
+
+    def walked_bytes(self, tokens_q: int) -> int:
+        """The bytes of a query head that the Hopper backward reads, and those of its sums of dq."""
+        return tokens_q * (self._token_bytes + 2 * 4 * sum(panels_of(self.head_dim)))
+
+
+def without_idle_windows(x: Tensors, options: Options) -> Options:
+    """Return options without windows that hide nothing, for kernels that test fewer bounds.
+
+    The host does not know the lengths of packed sequences.
+    """
+    if x.cu_seqlens_q is None:
+        if options.window_left >= x.k.shape[1] - 1:
+            options = options._replace(window_left=-1)
+        if options.window_right >= x.q.shape[1] - 1:
+            options = options._replace(window_right=-1)
+    return options
 
 
 def layout_of(x: Tensors) -> tuple[Any, ...]:

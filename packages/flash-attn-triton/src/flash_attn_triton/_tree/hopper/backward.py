@@ -8,7 +8,13 @@ sums of dq lie. So the consumers walk one list of tiles: first masked tiles, the
 from __future__ import annotations
 
 from ..._dense.hopper.backward.arguments import Maps, Numbers, Options, Tensors, Tile
-from ..._dense.hopper.backward.blocks import DQ_TILE, FIRST_ROW, locate_keys, query_tiles
+from ..._dense.hopper.backward.blocks import (
+    DQ_TILE,
+    FIRST_ROW,
+    locate_keys,
+    place_in_sums,
+    query_tiles,
+)
 from ..._dense.hopper.backward.kernel import allocate_sums, in_panels, make_pipeline
 from ..._dense.hopper.backward.producer import INF, copy_block
 from ..._dense.hopper.backward.steps import MADE, PARTIES, adds_by_threads, consume
@@ -45,6 +51,9 @@ def _find_block(tensors, numbers, below_ptr, OPTIONS: gl.constexpr, TILE: gl.con
     masked = (own.whole - own.begin) * OPTIONS.GROUP
     if first_key + TILE.BLOCK_N > len_k:
         masked = tiles
+    sums_at = 0
+    if OPTIONS.SHARES > 1:
+        sums_at = place_in_sums(found, tensors, numbers, OPTIONS, TILE)
     block = Block(
         found.sequence,
         found.head_k,
@@ -59,6 +68,7 @@ def _find_block(tensors, numbers, below_ptr, OPTIONS: gl.constexpr, TILE: gl.con
         0,
         0,
         0,
+        sums_at,
     )
     return block, own, Walk(tiles * 0, tiles * 0, masked, tiles, tiles)
 
@@ -155,6 +165,7 @@ def tree_backward_kernel(
         HAS_RIGHT=OPTIONS.HAS_RIGHT,
         HAS_SOFTCAP=OPTIONS.HAS_SOFTCAP,
         RAGGED=OPTIONS.RAGGED,
+        SHARES=OPTIONS.SHARES,
     )
     starts = tensors.cu_seqlens_ptr
     sums = maps.sums
@@ -166,6 +177,8 @@ def tree_backward_kernel(
         delta_ptr=tensors.delta_ptr,
         cu_seqlens_q_ptr=starts,
         cu_seqlens_k_ptr=starts,
+        dk_sums_ptr=tensors.dk_sums_ptr,
+        dv_sums_ptr=tensors.dv_sums_ptr,
     )
     # causal within the own segment
     counts = Numbers(

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..._dense.call import Tensors
 from ..._dense.hopper.backward import arguments as backward
+from ..._dense.hopper.backward.cut import choose_shares, possible_shares
 from ..._dense.hopper.backward.launch import REGISTERS
-from ..._dense.hopper.backward.maps import BackwardMaps
-from ..._dense.hopper.backward.round_dq import round_dq_kernel
+from ..._dense.hopper.backward.maps import BackwardMaps, Six
+from ..._dense.hopper.backward.rounding import Sums, count_sums, round_launches
 from ..._dense.hopper.forward import arguments as forward
 from ..._dense.hopper.forward.launch import multiprocessors
 from ..._dense.hopper_tiles import (
@@ -122,7 +123,14 @@ class HopperTreeForward:
 class HopperTreeBackward:
     """The launcher of dq, dk and dv for a signature."""
 
-    def __init__(self, form: Form, tile: HopperBackwardTile | None = None) -> None:
+    def __init__(
+        self,
+        form: Form,
+        device: torch.device,
+        tile: HopperBackwardTile | None = None,
+        shares: int | None = None,
+    ) -> None:
+        """Prepare the launches of a signature; ``shares`` instead of what ``cut.py`` chooses."""
         self._form = form
         self._tile = tile = tile or hopper_backward_tile(
             form.widest_head, form.constants.HAS_SOFTCAP
@@ -148,51 +156,63 @@ class HopperTreeBackward:
             MAKES_DK=True,
             MAKES_DV=True,
         )
-        kind = {"num_warps": 4, "maxnreg": REGISTERS}
-        self._constants = {"OPTIONS": options, "TILE": shape, **kind}
-        # by strides of the output's gradient, which the signature does not fix
+        self._options, self._shape = options, shape
+        self._choices = [shares] if shares else possible_shares(form, False)
+        self._processors = multiprocessors(device)
+        self._sums: Memory[tuple[int, Sums]] = Memory(MAX_COUNTS)
+        # by strides of the output's gradient, which the signature does not fix, and by shares
         self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
         self._link = Links()
         self._count = Launch(
             count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
         )
         # no row comes before all keys
-        rounding = backward.RoundingOptions(
-            HAS_RIGHT=False,
-            BLOCK_M=tile.block_m,
-            HEAD_DIM=form.head_dim,
-            WIDE=wide,
-            NARROW=narrow,
-        )
-        self._round = Launch(round_dq_kernel, {"OPTIONS": rounding, "num_warps": 4})
+        self._round = round_launches(form, tile, has_left=False, has_right=False)
         self._maps = BackwardMaps(form, tile, ragged=True)
 
     def new_sums(self, q: Tensor) -> Tensor:
-        """Allocate the sums of dq, by tiles of queries; the caller sets them to 0."""
-        return q.new_empty(*self._maps.sums_shape(self._slots(q)), dtype=torch.float32)
+        """Allocate the sums of dq, dk and dv; the caller sets them to 0."""
+        return q.new_empty(*self._counted(q.shape[0])[1].shape, dtype=torch.float32)
 
-    def _slots(self, q: Tensor) -> int:
-        """Count the tiles of queries of all heads."""
-        return self._form.tiles(q.shape[0], self._tile.block_m) * self._form.heads_q
+    def _counted(self, tokens: int) -> tuple[int, Sums]:
+        """Return how many programs share a key head, and the sums."""
+        return self._sums.get(tokens) or self._sums.keep(tokens, self._count_sums(tokens))
+
+    def _count_sums(self, tokens: int) -> tuple[int, Sums]:
+        # as if the tree were one sequence
+        both = tokens, tokens
+        shares = choose_shares(
+            self._choices, self._form, self._tile, 1, both, (-1, 0), self._processors
+        )
+        return shares, count_sums(self._form, self._tile, both, int(shares > 1))
+
+    def _launch_of(self, mapped: Six, shares: int) -> MappingLaunch:
+        options = self._options._replace(GROUP=self._form.group // shares, SHARES=shares)
+        kind = {"num_warps": 4, "maxnreg": REGISTERS}
+        return MappingLaunch(
+            tree_backward_kernel,
+            {"OPTIONS": options, "TILE": self._shape, **kind},
+            self._maps.forms(mapped),
+        )
 
     def __call__(
         self, x: Tensors, inputs: Inputs, parents: Tensor, grads: tuple[Tensor, ...], sums: Tensor
     ) -> None:
         """Fill the gradients of q, k and v; ``sums`` are ``new_sums``, set to 0."""
-        form, tile, scalars = self._form, self._tile, self._form.scalars
+        form, scalars = self._form, self._form.scalars
         q, k, v, dout = inputs[:4]
         dq, dk, dv = grads
         tokens = q.shape[0]
-        tiles_k, tiles_q = form.tiles(tokens, tile.block_n), form.tiles(tokens, tile.block_m)
+        shares, places = self._counted(tokens)
         cu_seqlens, parents = dense(x.cu_seqlens_q), dense(parents)
         below = parents.new_zeros(form.batch)
         self._count(
             cdiv(form.batch, LINKS), CountTensors(cu_seqlens, parents, below), (form.batch,)
         )
         mapped = q, k, v, dout, dk, dv
-        launch = self._launches.get(dout.stride()) or self._launches.keep(
-            dout.stride(),
-            MappingLaunch(tree_backward_kernel, self._constants, self._maps.forms(mapped)),
+        key = dout.stride(), shares
+        launch = self._launches.get(key) or self._launches.keep(
+            key, self._launch_of(mapped, shares)
         )
         tensors = BackwardTensors(
             lse2_ptr=inputs.lse2_ptr,
@@ -201,27 +221,23 @@ class HopperTreeBackward:
             parents_ptr=parents,
             links_ptr=self._link(parents),
             below_ptr=below,
+            dk_sums_ptr=sums[places.dk_at :] if shares > 1 else None,
+            dv_sums_ptr=sums[places.dv_at :] if shares > 1 else None,
         )
         numbers = BackwardNumbers(
             scale=scalars.scale,
             softcap=scalars.softcap,
             segments=form.batch,
-            heads_k=form.heads_k,
+            heads_k=form.heads_k * shares,
             tokens=tokens,
-            tiles_q=tiles_q,
-            tiles_k=tiles_k,
+            tiles_q=form.tiles(tokens, self._tile.block_m),
+            tiles_k=form.tiles(tokens, self._tile.block_n),
         )
-        launch(tiles_k * form.heads_k, (*self._maps(mapped, sums), *tensors), numbers)
-        self._round(
-            self._slots(q),
-            backward.RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
-            backward.RoundingNumbers(
-                scale=scalars.scale,
-                window_right=0,
-                batch=form.batch,
-                heads_q=form.heads_q,
-                tokens_q=tokens,
-                tokens_k=tokens,
-                tiles=tiles_q,
-            ),
-        )
+        launch(places.key_slots * shares, (*self._maps(mapped, sums), *tensors), numbers)
+        # the fields of RoundingTensors
+        lengths = cu_seqlens, cu_seqlens, None
+        self._round.dq(places.slots, (sums, dq, *lengths), places.of_queries)
+        if shares > 1:
+            of_dk, of_dv = (sums[places.dk_at :], dk), (sums[places.dv_at :], dv)
+            self._round.dk(places.key_slots, (*of_dk, *lengths), places.of_keys)
+            self._round.dv(places.key_slots, (*of_dv, *lengths), places.of_keys)

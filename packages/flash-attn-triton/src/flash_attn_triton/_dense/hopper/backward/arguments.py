@@ -45,6 +45,9 @@ class Tensors(NamedTuple):
     # half of a tile of dq the number of additions to it. With ``SHARES_DS``: for each block of keys
     # of a shared bias, the programs that have begun and the tiles of its gradient that are stored
     counters_ptr: Pointer = None
+    # None, or with ``SHARES`` the sums, 0 before the launch
+    dk_sums_ptr: Pointer = None
+    dv_sums_ptr: Pointer = None
 
 
 class Numbers(NamedTuple):
@@ -55,7 +58,7 @@ class Numbers(NamedTuple):
     window_left: Number
     window_right: Number
     batch: Number
-    heads_k: Number
+    heads_k: Number  # key heads, each counted once for each of its ``SHARES``
     tokens_q: Number  # of a sequence; packed: of all sequences
     tokens_k: Number
     tiles: Number  # blocks of keys of a sequence; packed: slots for the blocks of all sequences
@@ -76,11 +79,12 @@ class Numbers(NamedTuple):
 class Options(NamedTuple):
     """Constants of a call's signature."""
 
-    GROUP: Constant  # query heads per key head
+    GROUP: Constant  # query heads that a program walks
     HAS_LEFT: Constant
     HAS_RIGHT: Constant
     HAS_SOFTCAP: Constant
     RAGGED: Constant  # the tensor maps are ragged; see ``coordinates``
+    SHARES: Constant = 1  # programs that share the query heads of a key head; see ``shares.py``
     # a tile may begin inside a group of queries, or of keys, with one draw; see ``dropout.py``
     APART_Q: Constant = False
     APART_K: Constant = False
@@ -109,39 +113,41 @@ class Tile(NamedTuple):
     MAKES_DV: Constant
 
 
-# ---- ``round_dq_kernel``
+# ---- ``round_kernel``
 
 
 class RoundingTensors(NamedTuple):
-    """Tensors of ``round_dq_kernel``."""
+    """Tensors of ``round_kernel``; "own" is the side of the gradient's rows, queries or keys."""
 
     sums_ptr: Pointer
-    dq_ptr: Pointer
-    cu_seqlens_q_ptr: Foreign
-    cu_seqlens_k_ptr: Foreign
+    gradient_ptr: Pointer
+    cu_seqlens_own_ptr: Foreign
+    cu_seqlens_other_ptr: Foreign
     seqused_k_ptr: Foreign
 
 
 class RoundingNumbers(NamedTuple):
-    """Numbers of ``round_dq_kernel``."""
+    """Numbers of ``round_kernel``."""
 
     scale: Number
-    window_right: Number
+    window: Number  # on the right of queries, on the left of keys
     batch: Number
-    heads_q: Number
-    tokens_q: Number
-    tokens_k: Number
+    heads: Number
+    tokens_own: Number
+    tokens_other: Number
     tiles: Number
 
 
 class RoundingOptions(NamedTuple):
-    """Constants of ``round_dq_kernel``."""
+    """Constants of ``round_kernel``."""
 
-    HAS_RIGHT: Constant
-    BLOCK_M: Constant
+    HAS_WINDOW: Constant
+    BLOCK: Constant  # rows of a tile
     HEAD_DIM: Constant
-    WIDE: Constant
+    WIDE: Constant  # columns of the panels
     NARROW: Constant
+    OF_KEYS: Constant = False  # the gradient is of keys or values, not of queries
+    SHARES: Constant = 1  # places whose sums are added up
 
 
 # ---- ``sum_bias_kernel``

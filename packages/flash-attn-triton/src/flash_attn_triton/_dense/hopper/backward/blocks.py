@@ -124,6 +124,22 @@ def query_tiles(
 
 
 @gluon.jit
+def place_in_sums(found, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the place of a program's block in the sums of dk and of dv; see ``shares.py``."""
+    head, heads = found.head_k, numbers.heads_k
+    if not OPTIONS.ORDERED:
+        head = head // OPTIONS.SHARES
+        heads = heads // OPTIONS.SHARES
+    if tensors.cu_seqlens_k_ptr is None:
+        plane = found.sequence.to(gl.int64) * heads + head
+        slot = found.block
+    else:
+        plane = head.to(gl.int64)
+        slot = found.k_start // TILE.BLOCK_N + found.sequence + 1 + found.block
+    return plane * numbers.tiles + slot
+
+
+@gluon.jit
 def find_block(maps, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(block, walk, dq_at)``: a program's block and the tiles of queries that see it.
 
@@ -152,6 +168,9 @@ def find_block(maps, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
     else:
         row_at = owner * 0 + q_start
         dq_at = owner * 0 + (q_start // TILE.BLOCK_M + found.sequence + 1)
+    sums_at = 0
+    if OPTIONS.SHARES > 1:
+        sums_at = place_in_sums(found, tensors, numbers, OPTIONS, TILE)
     unused = 0
     if tensors.seqused_k_ptr is not None:
         is_real = (found.sequence >= 0) & (found.sequence < numbers.batch)
@@ -191,6 +210,7 @@ def find_block(maps, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
         shift,
         unseen,
         unused,
+        sums_at,
     )
     return block, walk, dq_at
 
@@ -204,9 +224,10 @@ def count_turns(walk, OPTIONS: gl.constexpr):
 @gluon.jit
 def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
     """Return the coordinates of a row of the block's keys in a tensor map."""
-    return coordinates(
-        block.sequence, block.head_k, block.k_start, block.len_k, first_key, OPTIONS.RAGGED
-    )
+    head = block.head_k
+    if OPTIONS.SHARES > 1:
+        head = head // OPTIONS.SHARES
+    return coordinates(block.sequence, head, block.k_start, block.len_k, first_key, OPTIONS.RAGGED)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.tma import MapForm, MappingLaunch
 from ...._linked.host.forms import Memory
-from ...._linked.launch.runtime import MAX_COUNTS, Launch
+from ...._linked.launch.runtime import MAX_COUNTS
 from ...call import Tensors
 from ...hopper_tiles import (
     VALUE_STAGES,
@@ -24,10 +24,11 @@ from ...portable.arguments import Extras, Inputs
 from ...portable.form import Form
 from ..bias_launch import BiasForm, BiasSum, Together, dimensions_of, side_by_side
 from ..forward import launch as forward_launch
-from .arguments import Numbers, Options, RoundingNumbers, RoundingOptions, Tile
+from .arguments import Numbers, Options, Tile
+from .cut import choose_shares, filling_planes, possible_shares
 from .kernel import backward_kernel
 from .maps import BackwardMaps, Six
-from .round_dq import round_dq_kernel
+from .rounding import Sums, count_sums, round_launches
 
 # with ordered additions to dq, the least number of heads that are walked together: then only few
 # blocks of one head begin side by side, each of which waits for the block before it. More heads
@@ -68,13 +69,13 @@ def _backward_tile(form: Form, x: Tensors, ordered: bool) -> HopperBackwardTile:
 class Work(NamedTuple):
     """Arguments of the launches that depend on the token counts of queries and keys."""
 
+    shares: int  # programs that share a key head
     grid: int
     numbers: Numbers
     # one for each launch that stores gradients of scores; these launches divide the grid
     parts: tuple[Numbers, ...]
-    # tiles of queries of all heads; one program rounds each
-    slots: int
-    rounding: RoundingNumbers
+    sums: Sums
+    has_unseen: bool  # keys may lie ahead of all windows, and no rounding writes their gradients
 
 
 class Launches(NamedTuple):
@@ -99,13 +100,21 @@ class HopperBackward:
         tile: HopperBackwardTile | None = None,
         *,
         ordered: bool = False,
+        shares: int | None = None,
     ) -> None:
-        """Prepare the launches of a signature; ``ordered``: dq must repeat bit for bit."""
+        """Prepare the launches of a signature.
+
+        ``ordered``: dq must repeat bit for bit. ``shares``: how many programs share the query heads
+        of a key head, instead of what ``cut.py`` chooses; it divides their number.
+        """
         self._form = form
         self._ordered = ordered
+        self._processors = forward_launch.multiprocessors(x.q.device)
+        self._choices = [shares or 1]
+        if shares is None and x.bias is None:
+            self._choices = possible_shares(form, ordered)
         # by token counts, which the signature of a packed call does not fix
         self._work: Memory[Work] = Memory(MAX_COUNTS)
-        self._shapes: Memory[tuple[int, int]] = Memory(MAX_COUNTS)
         self._tile = tile = tile or _backward_tile(form, x, ordered)
         keys, ragged = ROWS.value, form.is_packed
         bias = self._map_bias = None
@@ -142,7 +151,7 @@ class HopperBackward:
             self._values_shape = shape._replace(
                 STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True
             )
-        # by strides of the output's gradient, which the signature does not fix
+        # by strides of the output's gradient, which the signature does not fix, and by shares
         self._launches: Memory[Launches] = Memory(MAX_COUNTS)
         # with a softcap, the kernel's ds is not the gradient of the logits
         keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
@@ -153,16 +162,15 @@ class HopperBackward:
         self._together = Together() if ordered else side_by_side(form, bias)
         if can_keep:
             together = None if ordered else self._together
-            summed = BiasSum(form, x, tile, forward_launch.multiprocessors(x.q.device), together)
+            summed = BiasSum(form, x, tile, self._processors, together)
             self._bias_sum = summed if summed.fits else None
-        rounding = RoundingOptions(
-            HAS_RIGHT=form.constants.HAS_RIGHT,
-            BLOCK_M=tile.block_m,
-            HEAD_DIM=form.head_dim,
-            WIDE=wide,
-            NARROW=narrow,
+        self._round = round_launches(
+            form,
+            tile,
+            has_left=form.constants.HAS_LEFT,
+            has_right=form.constants.HAS_RIGHT,
+            shares=self._choices[0] if ordered else 1,
         )
-        self._round = Launch(round_dq_kernel, {"OPTIONS": rounding, "num_warps": 4})
         self._maps = BackwardMaps(form, tile, ragged=ragged)
 
     def is_worth_it(self, tokens_q: int) -> bool:
@@ -173,23 +181,15 @@ class HopperBackward:
         """
         return self._form.is_packed or tokens_q >= self._tile.block_m // 2
 
-    def new_sums(self, q: Tensor) -> Tensor:
+    def new_sums(self, q: Tensor, k: Tensor) -> Tensor:
         """Allocate the sums of dq, by tiles of queries; the caller sets them to 0.
 
-        With ordered additions or a shared bias, counters come after the sums; see ``__call__``.
+        After them come the sums of dk and dv if programs share keys, then the counters of ordered
+        additions or of a shared bias.
         """
-        tokens = q.shape[-3]
-        shape = self._shapes.get(tokens) or self._shapes.keep(tokens, self._sums_shape(tokens))
-        return q.new_empty(*shape, dtype=torch.float32)
-
-    def _sums_shape(self, tokens_q: int) -> tuple[int, int]:
-        form = self._form
-        slots = form.tiles(tokens_q, self._tile.block_m) * form.heads_q * form.grid_batch
-        counters = 1 + 2 * slots if self._ordered else 0
-        if self._bias_sum is not None:
-            counters += self._bias_sum.counters
-        slots += cdiv(counters, self._maps.numbers)
-        return self._maps.sums_shape(slots)
+        tokens = q.shape[-3], k.shape[-3]
+        work = self._work.get(tokens) or self._work.keep(tokens, self._count_work(*tokens))
+        return q.new_empty(*work.sums.shape, dtype=torch.float32)
 
     @property
     def makes_dbias(self) -> bool:
@@ -210,7 +210,9 @@ class HopperBackward:
         q, k, v, dout, lse2, delta = inputs
         tokens = q.shape[-3], k.shape[-3]
         work = self._work.get(tokens) or self._work.keep(tokens, self._count_work(*tokens))
-        if self._form.constants.HAS_LEFT:
+        places = work.sums
+        is_shared = work.shares > 1
+        if work.has_unseen:
             # for the keys that no query sees
             dk.zero_()
             dv.zero_()
@@ -220,9 +222,9 @@ class HopperBackward:
             ds = self._bias_sum.new_gradients(dbias)
             has_counters = has_counters or self._bias_sum.counters > 0
         mapped = q, k, v, dout, dk, dv
-        strides = dout.stride()
-        launches = self._launches.get(strides) or self._launches.keep(
-            strides, self._launches_of(mapped)
+        key = dout.stride(), work.shares
+        launches = self._launches.get(key) or self._launches.keep(
+            key, self._launches_of(mapped, work.shares)
         )
         tensors = (  # the fields of Maps and arguments.Tensors
             *self._maps(mapped, sums, extras.bias_ptr, None if ds is None else ds.transpose(1, 2)),
@@ -233,8 +235,9 @@ class HopperBackward:
             extras.cu_seqlens_q_ptr,
             extras.cu_seqlens_k_ptr,
             extras.seqused_k_ptr,
-            # the counters after the sums
-            sums[work.slots :].view(torch.int32) if has_counters else None,
+            sums[places.counters_at :].view(torch.int32) if has_counters else None,
+            sums[places.dk_at :] if is_shared else None,
+            sums[places.dv_at :] if is_shared else None,
         )
         if ds is None:
             launches.plain(work.grid, tensors, work.numbers)
@@ -246,23 +249,21 @@ class HopperBackward:
             launches.values(work.grid, tensors, work.numbers)
         if ds is not None:
             self._bias_sum(ds, dbias)
-        self._round(
-            work.slots,
-            (  # the fields of RoundingTensors
-                sums,
-                dq,
-                extras.cu_seqlens_q_ptr,
-                extras.cu_seqlens_k_ptr,
-                extras.seqused_k_ptr,
-            ),
-            work.rounding,
-        )
+        # the fields of RoundingTensors
+        lengths = extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr, extras.seqused_k_ptr
+        self._round.dq(places.slots, (sums, dq, *lengths), places.of_queries)
+        if is_shared:
+            lengths = extras.cu_seqlens_k_ptr, extras.cu_seqlens_q_ptr, extras.seqused_k_ptr
+            of_dk, of_dv = (sums[places.dk_at :], dk), (sums[places.dv_at :], dv)
+            self._round.dk(places.key_slots, (*of_dk, *lengths), places.of_keys)
+            self._round.dv(places.key_slots, (*of_dv, *lengths), places.of_keys)
 
-    def _launches_of(self, mapped: Six) -> Launches:
+    def _launches_of(self, mapped: Six, shares: int) -> Launches:
         """Return the launches for tensors with these strides."""
         bias, summed = self._map_bias, self._bias_sum
         ds = summed.map_of if summed else None
         options, shape = self._options, self._shape
+        options = options._replace(GROUP=self._form.group // shares, SHARES=shares)
 
         def launch(options: Options, shape: Tile, ds: MapForm | None = None) -> MappingLaunch:
             constants = {"OPTIONS": options, "TILE": shape, "num_warps": 4, "maxnreg": REGISTERS}
@@ -275,20 +276,32 @@ class HopperBackward:
             values=launch(options, self._values_shape) if self._values_shape else None,
         )
 
-    def _span(self, tokens_q: int) -> int:
-        """Return how many heads are walked together."""
+    def _span(self, tokens_q: int, blocks: int, shares: int) -> int:
+        """Return how many heads are walked together, each once for each of its ``shares``."""
+        span = self._form.span_sums(tokens_q, shares)
         if self._ordered:
-            return max(self._form.span_sums(tokens_q), ORDERED_SPAN)
+            return max(span, ORDERED_SPAN)
         # with a bias every call is walked in this order; without a mask all walks are equally long
         is_equal = self._map_bias is not None and not self._form.constants.HAS_RIGHT
-        span = 1 if is_equal else self._form.span_sums(tokens_q)
+        span = 1 if is_equal else max(span, filling_planes(blocks, self._processors))
         return round_up(span, max(self._together))
+
+    def _shares(self, tokens_q: int, tokens_k: int) -> int:
+        form, scalars = self._form, self._form.scalars
+        # packed: as if all sequences were equally long
+        sequences = form.batch // form.grid_batch
+        tokens = cdiv(tokens_q, sequences), cdiv(tokens_k, sequences)
+        window = scalars.window_left, scalars.window_right
+        return choose_shares(
+            self._choices, form, self._tile, form.batch, tokens, window, self._processors
+        )
 
     def _count_work(self, tokens_q: int, tokens_k: int) -> Work:
         """Return the ``Work`` for these token counts."""
         form, tile, scalars = self._form, self._tile, self._form.scalars
         tiles_k = form.tiles(tokens_k, tile.block_n)
         tiles_q = form.tiles(tokens_q, tile.block_m)
+        shares = self._shares(tokens_q, tokens_k)
         together = self._bias_sum.together if self._bias_sum else Together()
         numbers = Numbers(
             scale=scalars.scale,
@@ -296,12 +309,12 @@ class HopperBackward:
             window_left=scalars.window_left,
             window_right=scalars.window_right,
             batch=form.batch,
-            heads_k=form.heads_k,
+            heads_k=form.heads_k * shares,
             tokens_q=tokens_q,
             tokens_k=tokens_k,
             tiles=tiles_k,
             tiles_q=tiles_q,
-            span=self._span(tokens_q),
+            span=self._span(tokens_q, tiles_k, shares),
             keep_scale=scalars.keep_scale,
             dropout_threshold=scalars.dropout_threshold,
             stride_alibi_b=form.strides.alibi,
@@ -321,15 +334,13 @@ class HopperBackward:
             for sequences in range(division.sequences)
             for heads in range(division.heads)
         )
-        rounding = RoundingNumbers(
-            scale=scalars.scale * scalars.keep_scale,
-            window_right=scalars.window_right,
-            batch=form.batch,
-            heads_q=form.heads_q,
-            tokens_q=tokens_q,
-            tokens_k=tokens_k,
-            tiles=tiles_q,
-        )
-        grid = tiles_k * form.heads_k * form.grid_batch
-        slots = tiles_q * form.heads_q * form.grid_batch
-        return Work(grid, numbers, parts, slots, rounding)
+        places = 0
+        if shares > 1:
+            places = shares if self._ordered else 1
+        counters = self._bias_sum.counters if self._bias_sum else 0
+        if self._ordered:
+            counters += 1 + 2 * tiles_q * form.heads_q * form.grid_batch
+        sums = count_sums(form, tile, (tokens_q, tokens_k), places, counters)
+        ahead = tokens_k - tokens_q - scalars.window_left
+        has_unseen = form.constants.HAS_LEFT and (form.is_packed or ahead > 0) and shares == 1
+        return Work(shares, sums.key_slots * shares, numbers, parts, sums, has_unseen)

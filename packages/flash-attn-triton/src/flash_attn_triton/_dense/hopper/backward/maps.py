@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-from attn_common import cdiv
 from torch import Tensor
 
 from ...._linked.hopper.compat import gl
@@ -12,7 +9,6 @@ from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.tma import MapForm
 from ...._linked.launch.entries import flat
 from ...hopper_tiles import HopperBackwardTile, panels_of
-from ...portable.arguments import PIECE
 from ...portable.form import Form
 from ..bias_launch import MOST_ROWS
 from ..forward.launch import narrow_panels
@@ -49,21 +45,11 @@ class BackwardMaps:
         self._wide = wide, wide, wide_v, wide_v, wide, wide_v
         self._narrow = narrow, narrow, narrow_v, narrow_v, narrow, narrow_v
         self._is_cut = any(self._narrow)
-        # elements of a tile of dq
-        self.numbers = tile.block_m * (wide + narrow)
         # TMA adds a warpgroup's half of a tile to the sums through these maps, unless threads add
         self._sums = self._sums_narrow = None
         if tile.block_n > keys and not tile.is_apart:
             self._sums = SumsForm(tile.block_m * wide // 64)
             self._sums_narrow = SumsForm(tile.block_m * narrow // 64) if narrow else None
-
-    def sums_shape(self, slots: int) -> tuple[int, int]:
-        """Return a shape for ``slots`` tiles of dq or a few more: they are cleared by whole pieces.
-
-        A piece is ``PIECE`` elements.
-        """
-        unit = PIECE // math.gcd(PIECE, self.numbers)
-        return cdiv(slots, unit) * unit, self.numbers
 
     def forms(
         self, tensors: Six, bias: MapForm | None = None, ds: MapForm | None = None

@@ -9,12 +9,13 @@ other multiplies.
 """
 
 from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
-from ...._linked.hopper.gradients import ROWS, add_to_memory
+from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.pipeline import EMPTY, LOG2E, TURN, await_full, barrier_arrive, barrier_sync
 from ...._linked.hopper.softmax import tanh
 from ..dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 from ..panels import (
     accumulator,
+    add_by_threads,
     add_panels,
     multiply_gradient,
     multiply_rows,
@@ -27,12 +28,12 @@ from ..panels import (
     tile_of,
     wait_for,
     wait_for_all,
-    write_panels,
 )
 from .bias import gradients_of, keep_gradient, less_bias
-from .blocks import DQ_TILE, FIRST_ROW, count_turns, gradient_coordinates, place_of
+from .blocks import DQ_TILE, FIRST_ROW, count_turns, place_of
 from .order import hand_over, tile_at
 from .shared_bias import await_buffer, clear_hidden
+from .shares import hand_in
 from .structures import Carried, Head
 
 # threads at the barrier of an empty stage: two warpgroups and the producer's warp
@@ -250,15 +251,6 @@ def _pass_on(
 
 
 @gluon.jit
-def add_by_threads(dq, pointer):
-    """Add a warpgroup's half of dq to memory, first the wide panel, then the narrow one."""
-    add_to_memory(pointer, dq[0])
-    if len(dq) > 1:
-        SIZE: gl.constexpr = 64 * dq[0].shape[1]
-        add_to_memory(pointer + SIZE, dq[1])
-
-
-@gluon.jit
 def send(dq, row, LEFT: gl.constexpr, program, W: gl.constexpr):
     """Add ``W``'s half of dq to the sums at ``row`` by TMA; ``LEFT`` stores may be in flight."""
     rows = panels_in_rows(dq)
@@ -380,24 +372,23 @@ def _first_scores(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.cons
 @gluon.jit
 def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Add the last tile's part to dq, and write dk and dv."""
-    maps, pipeline, block = program.maps, program.pipeline, program.block
+    maps, pipeline, tensors = program.maps, program.pipeline, program.tensors
     await_made(carried.turn + 1, W)
     dq = multiply_dq(program, carried.turn + 1, 0, W, TILE)
     dq = wait_for(dq, 0)
     if count_turns(program.walk, OPTIONS) > 0:
         _pass_on(dq, carried.last, carried.turn + 1, W, 0, program, OPTIONS, TILE)
-    where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
     # dv is stored through this warpgroup's values, which only it reads; dk through its keys, which
     # the other warpgroup may still be multiplying
     if TILE.MAKES_DV:
         dv = carried.dv
-        if program.tensors.rng_state_ptr is not None:
+        if tensors.rng_state_ptr is not None:
             dv = scale_panels(dv, program.numbers.keep_scale)
-        write_panels(dv, maps.dv_descs, where, pipeline.v_s, W)
+        hand_in(dv, maps.dv_descs, tensors.dv_sums_ptr, pipeline.v_s, W, program, OPTIONS, TILE)
     barrier_sync(TURN, 256, 4)
     clear_hidden(W, program, OPTIONS, TILE)
     dk = scale_panels(carried.dk, scale_of(program.numbers.scale, program))
-    write_panels(dk, maps.dk_descs, where, pipeline.k_s, W)
+    hand_in(dk, maps.dk_descs, tensors.dk_sums_ptr, pipeline.k_s, W, program, OPTIONS, TILE)
     tma.store_wait(0)
 
 

@@ -49,6 +49,7 @@ class Block(NamedTuple):
     ahead_q: Any  # tokens cut before query 0, and before key 0
     ahead_k: Any
     unused: Any  # keys after ``seqused_k``, whose gradients are 0
+    sums_at: Any = 0  # with ``SHARES``: the block's place in the sums of dk and of dv
 
 
 class Walk(NamedTuple):

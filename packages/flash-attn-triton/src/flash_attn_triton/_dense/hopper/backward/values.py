@@ -25,9 +25,9 @@ from ..panels import (
     scale_panels,
     tile_of,
     wait_for_all,
-    write_panels,
 )
-from .blocks import count_turns, gradient_coordinates
+from .blocks import count_turns
+from .shares import hand_in
 from .steps import PARTIES, head_of, probabilities, rounded
 from .structures import ValuePipeline
 
@@ -131,8 +131,8 @@ def consume_values(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.con
                 )
     # the other warpgroup may still be multiplying the output gradients
     barrier_sync(TURN, 256, 4)
-    where = gradient_coordinates(program.block.first_key + W * ROWS, program, OPTIONS)
     if program.tensors.rng_state_ptr is not None:
         dv = scale_panels(dv, program.numbers.keep_scale)
-    write_panels(dv, program.maps.dv_descs, where, pipeline.dout_s, W)
+    maps, tensors = program.maps, program.tensors
+    hand_in(dv, maps.dv_descs, tensors.dv_sums_ptr, pipeline.dout_s, W, program, OPTIONS, TILE)
     tma.store_wait(0)

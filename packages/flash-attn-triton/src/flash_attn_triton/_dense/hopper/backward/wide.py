@@ -18,11 +18,11 @@ from ..panels import (
     scale_panels,
     tile_of,
     wait_for,
-    write_panels,
 )
 from .bias import less_bias
-from .blocks import DQ_TILE, FIRST_ROW, count_turns, gradient_coordinates, place_of
+from .blocks import DQ_TILE, FIRST_ROW, count_turns, place_of
 from .order import begin_turn, say_added, tile_at
+from .shares import hand_in
 from .steps import (
     PARTIES,
     head_now,
@@ -207,10 +207,10 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the values
     barrier_sync(TURN, 256, 4)
-    where = gradient_coordinates(block.first_key, program, OPTIONS)
-    if program.tensors.rng_state_ptr is not None:
+    maps, tensors = program.maps, program.tensors
+    if tensors.rng_state_ptr is not None:
         dv = scale_panels(dv, program.numbers.keep_scale)
-    write_panels(dv, program.maps.dv_descs, where, pipeline.v_s, 0)
+    hand_in(dv, maps.dv_descs, tensors.dv_sums_ptr, pipeline.v_s, 0, program, OPTIONS, TILE)
     tma.store_wait(0)
 
 
@@ -313,7 +313,7 @@ def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the keys
     barrier_sync(TURN, 256, 4)
-    where = gradient_coordinates(block.first_key, program, OPTIONS)
     dk = scale_panels(dk, scale_of(program.numbers.scale, program))
-    write_panels(dk, program.maps.dk_descs, where, pipeline.k_s, 0)
+    maps, tensors = program.maps, program.tensors
+    hand_in(dk, maps.dk_descs, tensors.dk_sums_ptr, pipeline.k_s, 0, program, OPTIONS, TILE)
     tma.store_wait(0)
