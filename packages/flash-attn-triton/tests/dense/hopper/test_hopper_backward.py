@@ -279,6 +279,7 @@ def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
         ),
         **RoundingOptions(
             HAS_WINDOW=True,
+            COLUMN_PARTS=2 if block_m == 64 else 1,
             BLOCK=block_m,
             HEAD_DIM=head_dim,
             WIDE=panels[0],

@@ -200,6 +200,36 @@ def no_gradient(ROWS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr):
     return sums
 
 
+@gluon.constexpr_function
+def has_panel_each(wide, narrow, block_m, block_n):
+    """Tell whether each warpgroup of the backward makes one panel of dq, not half of each.
+
+    Narrow products are then not halved; each half would read all gradients of scores, and 16
+    columns take as long as 48. Wider panels would take too many registers.
+    """
+    return narrow > 0 and wide == 64 and block_m == 64 and block_n == 128
+
+
+@gluon.constexpr_function
+def splits_by_panel(tile):
+    """Tell whether each warpgroup makes one panel of dq; see ``has_panel_each``."""
+    return has_panel_each(tile.HEAD_DIM, tile.NARROW, tile.BLOCK_M, tile.BLOCK_N)
+
+
+@gluon.constexpr_function
+def rows_before(tile, w):
+    """Return how many rows of 32 numbers lie before warpgroup ``w``'s part of a tile of dq."""
+    is_each = has_panel_each(tile.HEAD_DIM, tile.NARROW, tile.BLOCK_M, tile.BLOCK_N)
+    columns = 2 * tile.HEAD_DIM if is_each else tile.HEAD_DIM + tile.NARROW
+    return w * tile.BLOCK_M * columns // 64
+
+
+@gluon.jit
+def own_panels(panels, W: gl.constexpr, TILE: gl.constexpr):
+    """Return the panels of dq, or buffers or maps of them, of which warpgroup ``W`` has a part."""
+    return (panels[W],) if splits_by_panel(TILE) else panels
+
+
 @gluon.jit
 def part_of(tile, NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """Return one of ``COUNT`` parts of the columns of each panel."""

@@ -147,6 +147,7 @@ class RoundingOptions(NamedTuple):
     WIDE: Constant  # columns of the panels
     NARROW: Constant
     OF_KEYS: Constant = False  # the gradient is of keys or values, not of queries
+    COLUMN_PARTS: Constant = 1  # warpgroups that divided the columns of each panel
     SHARES: Constant = 1  # places whose sums are added up
 
 

@@ -15,7 +15,7 @@ from ...._linked.hopper.compat import gl, gluon, hopper
 from ...._linked.hopper.gradients import ROWS
 from ...._linked.hopper.pipeline import EMPTY, barriers
 from ...._linked.launch.entries import entry
-from ..panels import allocate
+from ..panels import allocate, splits_by_panel
 from .arguments import Maps, Numbers, Options, Tensors, Tile
 from .bias import make_ring
 from .blocks import find_block
@@ -60,12 +60,14 @@ def make_pipeline(maps, TILE: gl.constexpr):
 
 @gluon.jit
 def allocate_sums(maps, TILE: gl.constexpr):
-    """Allocate the panels from which dq is added to memory: half of a tile for either warpgroup."""
-    SIZE: gl.constexpr = TILE.BLOCK_M * TILE.HEAD_DIM // 64
-    dq_s = (gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], maps.sums[0].layout),)
+    """Allocate the panels from which dq is added to memory: a part of a tile for each warpgroup."""
+    # warpgroups that share a panel
+    PARTS: gl.constexpr = 1 if splits_by_panel(TILE) else 2
+    SIZE: gl.constexpr = TILE.BLOCK_M * TILE.HEAD_DIM // 32 // PARTS
+    dq_s = (gl.allocate_shared_memory(gl.float32, [PARTS, SIZE, 32], maps.sums[0].layout),)
     if TILE.NARROW > 0:
-        LESS: gl.constexpr = TILE.BLOCK_M * TILE.NARROW // 64
-        dq_s += (gl.allocate_shared_memory(gl.float32, [2, LESS, 32], maps.sums[1].layout),)
+        LESS: gl.constexpr = TILE.BLOCK_M * TILE.NARROW // 32 // PARTS
+        dq_s += (gl.allocate_shared_memory(gl.float32, [PARTS, LESS, 32], maps.sums[1].layout),)
     return dq_s
 
 

@@ -12,6 +12,7 @@ from ...hopper_tiles import HopperBackwardTile, panels_of
 from ...portable.form import Form
 from ..bias_launch import MOST_ROWS
 from ..forward.launch import narrow_panels
+from ..panels import has_panel_each
 from .arguments import Maps, PanelMaps
 
 # q, k, v, the output's gradient, dk and dv
@@ -48,8 +49,10 @@ class BackwardMaps:
         # TMA adds a warpgroup's half of a tile to the sums through these maps, unless threads add
         self._sums = self._sums_narrow = None
         if tile.block_n > keys and not tile.is_apart:
-            self._sums = SumsForm(tile.block_m * wide // 64)
-            self._sums_narrow = SumsForm(tile.block_m * narrow // 64) if narrow else None
+            # rows of a warpgroup's part of each panel
+            shared = 1 if has_panel_each(wide, narrow, queries, tile.block_n) else 2
+            self._sums = SumsForm(queries * wide // 32 // shared)
+            self._sums_narrow = SumsForm(queries * narrow // 32 // shared) if narrow else None
 
     def forms(
         self, tensors: Six, bias: MapForm | None = None, ds: MapForm | None = None

@@ -18,7 +18,14 @@ shorter would all wait there.
 
 from ...._linked.hopper.compat import gl, gluon, mbarrier, tma
 from ...._linked.hopper.order import ask, await_turn, pass_turn
-from ..panels import add_panels, panels_in_rows, stage_panels
+from ..panels import (
+    add_panels,
+    own_panels,
+    panels_in_rows,
+    rows_before,
+    splits_by_panel,
+    stage_panels,
+)
 
 
 @gluon.jit
@@ -92,14 +99,15 @@ def _find_next(step, steps, W: gl.constexpr, program, OPTIONS: gl.constexpr, TIL
 
 
 @gluon.jit
-def hand_over(values, step, program, W: gl.constexpr):
+def hand_over(values, step, program, W: gl.constexpr, TILE: gl.constexpr):
     """Give warpgroup ``W``'s half of dq to the warp that adds it; only the parity of step counts.
 
     The half is stored once the half before it has been read.
     """
     rows = panels_in_rows(values)
     mbarrier.wait(program.order.empty.index(W), (step & 1) ^ 1)
-    stage_panels(rows, program.dq_s, W)
+    NUMBER: gl.constexpr = 0 if splits_by_panel(TILE) else W
+    stage_panels(rows, own_panels(program.dq_s, W, TILE), NUMBER)
     mbarrier.arrive(program.order.full.index(W), count=1)
 
 
@@ -107,14 +115,17 @@ def hand_over(values, step, program, W: gl.constexpr):
 def add_in_order(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Add warpgroup ``W``'s halves of dq to the sums in memory, in the order of keys."""
     # in rows of the maps
-    HALF: gl.constexpr = TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 64
+    ROWS_DQ: gl.constexpr = TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 32
     order = program.order
+    buffers = own_panels(program.dq_s, W, TILE)
+    sums = own_panels(program.maps.sums, W, TILE)
+    NUMBER: gl.constexpr = 0 if splits_by_panel(TILE) else W
     steps = _await_first(W, program, OPTIONS, TILE)
     for step in range(steps):
         place, counter, _turn = _find_tile(step, W, program, OPTIONS, TILE)
         mbarrier.wait(order.full.index(W), step & 1)
-        row = program.dq_at + (2 * place + W) * HALF
-        add_panels(program.maps.sums, row, program.dq_s, W)
+        row = program.dq_at + (place * ROWS_DQ + rows_before(TILE, W))
+        add_panels(sums, row, buffers, NUMBER)
         following, turn = _find_next(step, steps, W, program, OPTIONS, TILE)
         # read the next counter while the additions are in flight
         count = ask(following)

@@ -39,15 +39,14 @@ def _hidden_rows(tensors, numbers, sequence, len_own, len_other, OPTIONS: tl.con
 def round_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS: RoundingOptions):
     """``gradient = scale * sums``, rounded, of a tile of queries or a block of keys.
 
-    Each of two warpgroups summed half of the tile's columns, or with 128 rows half of its rows; of
-    a block of 64 keys, one warpgroup summed all. With two panels, a warpgroup's part has first its
-    columns of the wide panel, then of the narrow one. ``sums`` is ``[heads, tiles, parts, 64 *
-    width]`` in fp32. Dimensions within a panel: eights of columns, warp, row of eight, pair of
-    columns, half of the warp's sixteen rows, column.
+    Each of two warpgroups summed half of the tile's columns, or with 128 rows half of its rows, or
+    one panel; of a block of 64 keys, one warpgroup summed all. With two panels, a warpgroup's part
+    has first its columns of the wide panel, then of the narrow one. ``sums`` is
+    ``[heads, tiles, parts, 64 * width]`` in fp32. Dimensions within a panel: eights of columns,
+    warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
     """
     HEAD: tl.constexpr = OPTIONS.HEAD_DIM
-    COLUMN_PARTS: tl.constexpr = 1 if OPTIONS.OF_KEYS or OPTIONS.BLOCK == 128 else 2
-    PARTS: tl.constexpr = OPTIONS.BLOCK // 64 * COLUMN_PARTS
+    PARTS: tl.constexpr = OPTIONS.BLOCK // 64 * OPTIONS.COLUMN_PARTS
     BOTH: tl.constexpr = OPTIONS.WIDE + OPTIONS.NARROW
     block, sequence, head, start, _other_start, len_own, len_other = locate(
         tensors.cu_seqlens_own_ptr,
@@ -77,16 +76,16 @@ def round_kernel(tensors: RoundingTensors, numbers: RoundingNumbers, OPTIONS: Ro
     for part in tl.static_range(PARTS):
         for panel in tl.static_range(2 if OPTIONS.NARROW > 0 else 1):
             # begin of the panel's sums, then its rows and columns
-            begin = part * (SIZE // PARTS) + panel * (64 * OPTIONS.WIDE // COLUMN_PARTS)
+            begin = part * (SIZE // PARTS) + panel * (64 * OPTIONS.WIDE // OPTIONS.COLUMN_PARTS)
             sums = _load_part(
                 sums_ptr + begin,
                 pitch,
-                (OPTIONS.NARROW if panel > 0 else OPTIONS.WIDE) // COLUMN_PARTS,
+                (OPTIONS.NARROW if panel > 0 else OPTIONS.WIDE) // OPTIONS.COLUMN_PARTS,
                 OPTIONS.SHARES,
             )
             rows = block * OPTIONS.BLOCK + tl.arange(0, 64)
             cols = tl.arange(0, sums.shape[1]) + panel * OPTIONS.WIDE
-            if COLUMN_PARTS == 1:
+            if OPTIONS.COLUMN_PARTS == 1:
                 rows += part * 64
             else:
                 cols += part * sums.shape[1]

@@ -11,6 +11,7 @@ from ...._linked.launch.runtime import Launch
 from ...hopper_tiles import HopperBackwardTile, panels_of
 from ...portable.arguments import PIECE
 from ...portable.form import Form
+from ..panels import has_panel_each
 from .arguments import RoundingNumbers, RoundingOptions
 from .round_sums import round_kernel
 
@@ -44,7 +45,7 @@ def round_launches(
 ) -> Roundings:
     """Return the launches of a signature; ``shares``: places of a block that are added up."""
 
-    def launch(head_dim: int, block: int, has_window: bool, **of_keys: int) -> Launch:
+    def launch(head_dim: int, block: int, has_window: bool, **others: int) -> Launch:
         wide, narrow = panels_of(head_dim)
         options = RoundingOptions(
             HAS_WINDOW=has_window,
@@ -52,12 +53,15 @@ def round_launches(
             HEAD_DIM=head_dim,
             WIDE=wide,
             NARROW=narrow,
-            **of_keys,
+            **others,
         )
         return Launch(round_kernel, {"OPTIONS": options, "num_warps": 4})
 
+    # a tile of 128 queries is divided by rows
+    is_whole = tile.block_m == 128
+    is_whole = is_whole or has_panel_each(*panels_of(form.head_dim), tile.block_m, tile.block_n)
     return Roundings(
-        launch(form.head_dim, tile.block_m, has_right),
+        launch(form.head_dim, tile.block_m, has_right, COLUMN_PARTS=1 if is_whole else 2),
         launch(form.head_dim, tile.block_n, has_left, OF_KEYS=True, SHARES=shares),
         launch(form.head_dim_v, tile.block_n, has_left, OF_KEYS=True, SHARES=shares),
     )

@@ -21,9 +21,12 @@ from ..panels import (
     multiply_rows,
     multiply_values,
     no_gradient,
+    own_panels,
     panels_in_rows,
     part_of,
+    rows_before,
     scale_panels,
+    splits_by_panel,
     stage_panels,
     tile_of,
     wait_for,
@@ -207,17 +210,23 @@ def await_made(turn, W: gl.constexpr):
 def multiply_dq(program, turn, none, W: gl.constexpr, TILE: gl.constexpr):
     """Begin ``W``'s half of the product of dq of step ``turn``.
 
-    With 128 queries it is half of the rows, else half of the columns of each panel.
+    With 128 queries it is half of the rows, else half of the columns of each panel, or one panel.
     """
     PARTS: gl.constexpr = TILE.BLOCK_M // 64
-    WIDTH: gl.constexpr = TILE.HEAD_DIM * PARTS // 2
-    LESS: gl.constexpr = TILE.NARROW * PARTS // 2
-    dq = no_gradient(64, WIDTH, LESS)  # [64, WIDTH], [64, LESS]
+    PANEL: gl.constexpr = splits_by_panel(TILE)
+    if PANEL:
+        dq = no_gradient(64, TILE.NARROW if W == 1 else TILE.HEAD_DIM, 0)  # [64, width]
+    else:
+        WIDTH: gl.constexpr = TILE.HEAD_DIM * PARTS // 2
+        LESS: gl.constexpr = TILE.NARROW * PARTS // 2
+        dq = no_gradient(64, WIDTH, LESS)  # [64, WIDTH], [64, LESS]
     for h in gl.static_range(2):
         ds_h = gradients_of(turn % 2 * 2 + h, program, TILE)  # [ROWS, BLOCK_M]
         k_h = tile_of(program.pipeline.k_s, h + none, ROWS)  # [ROWS, HEAD_DIM]
         if PARTS == 2:
             ds_h = ds_h.slice(W * 64, 64, 1)  # [ROWS, 64]
+        elif PANEL:
+            k_h = own_panels(k_h, W, TILE)  # [ROWS, width]
         else:
             k_h = part_of(k_h, W, 2)  # [ROWS, WIDTH], [ROWS, LESS]
         dq = multiply_gradient(ds_h.permute((1, 0)), k_h, dq, h == 1)
@@ -243,20 +252,22 @@ def _pass_on(
         if program.maps.ds_desc is not None:
             # ``keep_gradient`` needs this wait; ``send`` has its own
             tma.store_wait(LEFT)
-        hand_over(dq, step, program, W)
+        hand_over(dq, step, program, W, TILE)
     elif adds_by_threads(TILE):
         add_by_threads(dq, program.maps.sums + row.to(gl.int64) * 32)
     else:
-        send(dq, row, LEFT, program, W)
+        send(dq, row, LEFT, program, W, TILE)
 
 
 @gluon.jit
-def send(dq, row, LEFT: gl.constexpr, program, W: gl.constexpr):
+def send(dq, row, LEFT: gl.constexpr, program, W: gl.constexpr, TILE: gl.constexpr):
     """Add ``W``'s half of dq to the sums at ``row`` by TMA; ``LEFT`` stores may be in flight."""
     rows = panels_in_rows(dq)
     tma.store_wait(LEFT)
-    stage_panels(rows, program.dq_s, W)
-    add_panels(program.maps.sums, row, program.dq_s, W)
+    buffers = own_panels(program.dq_s, W, TILE)
+    NUMBER: gl.constexpr = 0 if splits_by_panel(TILE) else W
+    stage_panels(rows, buffers, NUMBER)
+    add_panels(own_panels(program.maps.sums, W, TILE), row, buffers, NUMBER)
 
 
 @gluon.jit
@@ -330,7 +341,7 @@ def walk_tiles(
         # dq of the step before; in the first step, of undefined data, which is not added
         dq = multiply_dq(program, turn + 1, none, W, TILE)
         if TILE.MAKES_DV:
-            dv = wait_for(dv, 2 * PANELS)
+            dv = wait_for(dv, 2 * len(dq))
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
         ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
         dk = multiply_values(ds, q, dk)  # [ROWS, HEAD_DIM]
@@ -412,8 +423,7 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     turn = 0
     first_head = program.block.head_k * OPTIONS.GROUP
     # a tile of dq is stored as the first warpgroup's half, then the second's
-    half = W * (TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 64)
-    dq_row = program.dq_at + (first_head * program.dq_pitch + half)
+    dq_row = program.dq_at + (first_head * program.dq_pitch + rows_before(TILE, W))
     carried = Carried(dk, dv, s, turn, dq_row)
     # dq is one step late
     say_made(turn + 1, W)
