@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import documents, plot, report, results
+from . import documents, plot, report, results, shapes
 from .cases import Case, Selected, select, split
 from .children import first_line, precompile
 from .providers import Prepared, Provider, UnsupportedError
@@ -83,6 +84,14 @@ class Benchmark:
         """Return whether the results of a pass are right, and their errors; NaN never passes."""
         raise NotImplementedError
 
+    def draw(self, dice: shapes.Dice) -> Any:
+        """Draw a problem of the family ``shapes``, whose name tells all of it; None: once more."""
+        raise NotImplementedError
+
+    def named(self, name: str) -> Any:
+        """Return the problem of that family that a name tells, or None."""
+        return None
+
     def special(self, name: str, names: list[str], timer: Timer) -> list[Row]:
         """Measure a case that is no problem; times of the host have ``median_us``."""
         raise NotImplementedError
@@ -114,7 +123,7 @@ class Benchmark:
 
     def summary(self, found: Row) -> str:
         """Return what else is told of the results, as text."""
-        return ""
+        return shapes.summary(self, found) if shapes.FAMILY in self.families else ""
 
     def tables(self, found: Row) -> dict[str, str]:
         """Return the tables of the documents by name."""
@@ -129,6 +138,9 @@ class Benchmark:
         """Draw ``<stem>-<family>.png`` of each family, bars by case; return the files written."""
         written = []
         for family in self.families:
+            if family == shapes.FAMILY:
+                written += shapes.plot(self, found, path)
+                continue
             rows = self.rows_of(found, family)
             passes = dict.fromkeys(row.get("pass", "") for row in rows)
             if rows:
@@ -290,6 +302,7 @@ class Benchmark:
         timer = Timer(device, arguments.warmup, arguments.rep)
         rounds = 1 if arguments.dry_run else arguments.rounds
         settings = {"warmup_ms": arguments.warmup, "rep_ms": arguments.rep, "rounds": rounds}
+        settings |= {"seed": arguments.seed, "shapes": arguments.shapes}
         this = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
         found: Row = {"machine": machine, "results": [], "host": []}
         found["runs"] = {this: {"settings": settings, "ceilings": ceilings(timer)}}
@@ -333,19 +346,37 @@ class Benchmark:
         """Return the problems and the other cases that are asked for."""
         quick = set(self.quick) if getattr(arguments, "quick", False) else None
         filters, families = split(arguments.cases), split(arguments.families)
-        return select(self.problems, self.specials, filters, families, quick)
+        drawn = {p.name: p for p in map(self.named, filters) if p is not None}
+        asked = [*filters, *families]
+        # parts of names choose among those of the table, unless the family is asked for
+        if shapes.FAMILY in (asked or self.families) and quick is None:
+            stream = shapes.drawn(self.draw, arguments.seed)
+            drawn |= {p.name: p for p in itertools.islice(stream, arguments.shapes)}
+        self.know(drawn)
+        return select([*drawn.values(), *self.problems], self.specials, filters, families, quick)
+
+    def know(self, names: Iterable[str]) -> None:
+        """Add what was drawn to the cases."""
+        for problem in filter(None, map(self.named, names)):
+            self.cases |= {problem.case(one): (problem, one) for one in problem.passes}
 
     def parse(self) -> argparse.Namespace:
         parser = argparse.ArgumentParser(
             description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         add = parser.add_argument
-        families = sorted({*(p.family for p in self.problems), *self.specials.values()})
+        families = sorted(
+            {*self.families, *(p.family for p in self.problems), *self.specials.values()}
+        )
         names = ",".join(self.providers)
         jobs = max(1, min(self.most_jobs, (os.cpu_count() or 1) - 4))
         add("--cases", default="", help="comma-separated parts of case names, or families")
         add("--families", "--family", default="", help=f"comma-separated, of {','.join(families)}")
         add("--providers", default=names, help=f"comma-separated; default: {names}")
+        parser.set_defaults(seed=0, shapes=0)
+        if shapes.FAMILY in self.families:
+            add("--shapes", type=int, default=100, help="how many shapes are drawn")
+            add("--seed", type=int, default=0, help="what shapes are drawn by")
         if self.quick:
             add("--quick", action="store_true", help="only a few cases, which gates are about")
         add("--warmup", type=float, default=20.0, help="milliseconds before each measurement")
@@ -386,6 +417,7 @@ class Benchmark:
             return 2
         else:
             found = self.run(arguments)
+        self.know(row["case"] for row in found["results"] if row["family"] == shapes.FAMILY)
         report.show(self, found)
         if arguments.markdown:
             for name, text in self.tables(found).items():

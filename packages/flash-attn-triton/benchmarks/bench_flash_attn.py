@@ -2,6 +2,8 @@
 
     python benchmarks/bench_flash_attn.py --quick                      the gate's cases
     python benchmarks/bench_flash_attn.py --commit HASH --json grid.json
+    python benchmarks/bench_flash_attn.py --family shapes --shapes 100 --seed 7 --json shapes.json
+    python benchmarks/bench_flash_attn.py --cases d128-h16:4-4x2205-packed-causal-w1023
     python benchmarks/bench_flash_attn.py --family dropout,bias --json grid.json
     python benchmarks/bench_flash_attn.py --cases packed,host --providers ours,fa3
     python benchmarks/bench_flash_attn.py --from-json grid.json --plot grid.png --documents
@@ -9,6 +11,10 @@
 
 Results of several runs of one commit on one machine share a file: a run replaces the cases that it
 measured. ``--documents`` writes the tables of the documents from it.
+
+The family ``shapes`` is drawn by a seed: a shorter list is the beginning of a longer one, and
+``--budget`` ends it after some seconds. ``shapes.named`` explains the names, by which
+``--cases`` measures one alone.
 
 TFLOP/s by the usual count: forward 4 B H Sq Sk D, halved when causal; backward 2.5 times that.
 FlashAttention-3 runs where a module ``fa3`` is on the path (see ``rivals.Fa3``).
@@ -29,6 +35,7 @@ from _linked.timing import Timer
 from cases import FAMILIES, HOST, PROBLEMS, QUICK, Problem
 from checks import judge, make_inputs, reference
 from rivals import PROVIDERS
+from shapes import FAMILY, named, roll
 
 Row = dict[str, Any]
 
@@ -63,6 +70,7 @@ class FlashAttn(Benchmark):
     most_jobs = 64
 
     make_inputs, reference = staticmethod(make_inputs), staticmethod(reference)
+    draw, named = staticmethod(roll), staticmethod(named)
 
     @staticmethod
     def judge(problem: Problem, one: str, got: Any, expected: Any) -> tuple[bool, Any]:
@@ -81,7 +89,8 @@ class FlashAttn(Benchmark):
         return self.matmul_tflops * (2.0 if problem.fp8 else 1.0)
 
     def graph_below(self, problem: Problem, one: str) -> float:
-        return GRAPH_BELOW_MS if one == "fwd" else 0.0
+        # a drawn shape is timed as users call it
+        return GRAPH_BELOW_MS if one == "fwd" and problem.family != FAMILY else 0.0
 
     def special(self, name: str, names: list[str], timer: Timer) -> list[Row]:
         if name == "host-first-call":

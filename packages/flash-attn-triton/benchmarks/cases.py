@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from _linked.cases import Case
+from _linked.shapes import FAMILY
 
 PASSES = ("fwd", "bwd")
 # tokens and heads x head_dim of the dense grid
@@ -43,6 +44,7 @@ class Problem(Case):
         deterministic: Whether the gradients repeat bit for bit.
         invariant: Whether a row has the same bits in any call.
         tree: Whether the sequences after the first are answers that see all of it; packed, causal.
+        window: How many keys before its own a query sees; 0: all. Causal.
     """
 
     lengths: tuple[int, ...]
@@ -63,6 +65,7 @@ class Problem(Case):
     deterministic: bool = False
     invariant: bool = False
     tree: bool = False
+    window: int = 0
 
     @property
     def batch(self) -> int:
@@ -103,8 +106,13 @@ class Problem(Case):
     def pairs(self) -> float:
         """Return the visible pairs of a query and a key per head; those on the diagonal are half.
 
-        The usual count: seqlen_q seqlen_k, half of it under a causal mask.
+        The usual count: seqlen_q seqlen_k, half of it under a causal mask; under a window those
+        that it leaves.
         """
+        if self.window:
+            inner = [max(0, length - self.window - 1) for length in self.lengths]
+            corners = (length - more for length, more in zip(self.lengths, inner, strict=True))
+            return sum(corner**2 / 2 for corner in corners) + sum(inner) * (self.window + 0.5)
         own = sum((self.queries or length) * length for length in self.lengths)
         pairs = own * (0.5 if self.causal else 1.0)
         return pairs + (sum(self.lengths[1:]) * self.lengths[0] if self.tree else 0)
@@ -138,15 +146,18 @@ class Problem(Case):
 
     def kind(self) -> Problem:
         """Return what problems of the same kernels have in common."""
-        return replace(self, name="", family="", lengths=(), passes=())
+        heads = {"heads_q": self.heads_q // self.heads_k, "heads_k": 1}
+        some = {"window": min(self.window, 1), **heads}
+        return replace(self, name="", family="", lengths=(), passes=(), **some)
 
     def shrunk(self) -> Problem:
         """Return a problem of the same kind that a CPU does in no time, for dry runs."""
-        lengths = tuple(max(16, min(length // 64, 48)) for length in self.lengths[:3])
+        lengths = tuple(length and max(16, min(length // 64, 48)) for length in self.lengths[:3])
+        lengths = lengths if any(lengths) else (16, *lengths[1:])
         heads_k = min(self.heads_k, 2)
         heads_q = heads_k * min(self.heads_q // self.heads_k, 2)
-        queries = min(self.queries, 16)
-        return replace(self, lengths=lengths, heads_q=heads_q, heads_k=heads_k, queries=queries)
+        few = {"queries": min(self.queries, 16), "window": min(self.window, 7)}
+        return replace(self, lengths=lengths, heads_q=heads_q, heads_k=heads_k, **few)
 
 
 def dense(name: str, seqlen: int, d: int, causal: bool, family: str = "", **more: Any) -> Problem:
@@ -222,6 +233,7 @@ QUICK = frozenset(
 # by family: whose figures they are, and beside whom; "base" is ours without the feature
 _ALL = ("ours", "fa3", "cudnn", "fa2")
 FAMILIES: dict[str, tuple[str, ...]] = {
+    FAMILY: ("ours", "fa3"),
     **dict.fromkeys(("grid", "long", "packed", "few"), _ALL),
     "fp8": ("ours", "base"),
     "dims": ("ours", "fa3"),

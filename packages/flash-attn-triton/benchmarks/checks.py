@@ -106,6 +106,8 @@ def reference(
             results["dbias"] = torch.zeros_like(inputs.bias, dtype=torch.float32)
     group = problem.heads_q // problem.heads_k
     for number, (queries, keys) in enumerate(sequences(problem, q.device)):
+        if len(keys) == 0:
+            continue
         length = queries.stop - queries.start
         diagonal = len(keys) - length
         rows = max(1, min(length, CHUNK_SCORES // (group * len(keys))))
@@ -114,10 +116,14 @@ def reference(
             for first in range(0, length, rows):
                 last = min(first + rows, length)
                 at = slice(queries.start + first, queries.start + last)
-                seen = keys[: last + diagonal] if problem.causal else keys
+                start = max(0, first + diagonal - problem.window) if problem.window else 0
+                seen = keys[start : last + diagonal] if problem.causal else keys
                 row = torch.arange(first, last, device=q.device)[:, None] + diagonal
-                column = torch.arange(len(seen), device=q.device)[None]
-                part = slice(first, last), slice(0, len(seen))
+                column = torch.arange(start, start + len(seen), device=q.device)[None]
+                part = slice(first, last), slice(start, start + len(seen))
+                hidden = column > row if problem.causal else None
+                if problem.window:
+                    hidden = hidden | (column < row - problem.window)
                 # what is added to scores: [group, rows, keys], or [rows, keys] for all heads
                 added: Tensor | float = 0.0
                 if inputs.bias is not None:
@@ -131,7 +137,7 @@ def reference(
                     dout[at, heads].transpose(0, 1) if backward else None,
                     problem.head_dim**-0.5,
                     added,
-                    column > row if problem.causal else None,
+                    hidden,
                 )
                 results["out"][at, heads] = found.out.transpose(0, 1)
                 if backward:

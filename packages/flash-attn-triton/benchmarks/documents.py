@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from _linked import report
+from _linked import report, shapes
 from cases import Problem
 
 Row = dict[str, Any]
@@ -134,8 +134,10 @@ def tables(bench: Any, found: Row) -> dict[str, str]:
         "without": report.means(bench, found, WITHOUT, "base", "flex", "fa3", "fa3-repeats"),
         "portable": report.means(bench, found, PORTABLE, "flex", "ours"),
         "host": report.host(bench, found),
+        shapes.FAMILY: shapes.summary(bench, found),
     }
-    return made | {f"cases {f}": report.cases_of(bench, found, f) for f in bench.families}
+    grids = [family for family in bench.families if family != shapes.FAMILY]
+    return made | {f"cases {f}": report.cases_of(bench, found, f) for f in grids}
 
 
 def _machine(found: Row) -> str:

@@ -74,6 +74,8 @@ def _sequences(problem: Problem, inputs: Inputs) -> Attention:
     options: dict[str, Any] = {"causal": problem.causal, "dropout_p": problem.dropout}
     options |= {"alibi_slopes": inputs.slopes, "deterministic": problem.deterministic}
     options["invariant"] = problem.invariant
+    if problem.window:
+        options["window_size"] = (problem.window, 0)
     if not problem.packed:
         return lambda q, k, v, bias=None: fat.flash_attn_func(q, k, v, bias=bias, **options)
     cu, longest = inputs.cu_seqlens, problem.max_seqlen

@@ -37,7 +37,7 @@ class Sdpa(Provider):
     backend: ClassVar[SDPBackend]
 
     def prepare(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
-        refuse(problem, "fp8", "alibi", "used", "deterministic", "invariant", "tree")
+        refuse(problem, "fp8", "alibi", "used", "deterministic", "invariant", "tree", "window")
         if problem.packed and not problem.equal_lengths:
             return self.prepare_packed(problem, inputs, passes)
         options: dict[str, Any] = {"dropout_p": problem.dropout, "is_causal": problem.causal}
@@ -98,7 +98,7 @@ class Flex(Provider):
     def prepare(self, problem: Problem, inputs: Inputs, passes: tuple[str, ...]) -> Prepared:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        refuse(problem, "fp8", "dropout", "bias", "alibi", "used", "deterministic")
+        refuse(problem, "fp8", "dropout", "bias", "alibi", "used", "deterministic", "window")
         device = inputs.q.device
         span = problem.tokens if problem.packed else problem.max_seqlen
         mask_mod = _documents(problem, device) if problem.packed else _causal
@@ -143,7 +143,7 @@ def _documents(problem: Problem, device: torch.device) -> Callable[..., Tensor]:
 class Fa3(Provider):
     """The raw operators of FlashAttention-3, through a thin module ``fa3`` on the path.
 
-    ``fa3.fwd(q, k, v, causal=, cu_q=, cu_k=, max_q=, max_k=) -> (out, lse)`` and
+    ``fa3.fwd(q, k, v, causal=, window=, cu_q=, cu_k=, max_q=, max_k=) -> (out, lse)`` and
     ``fa3.bwd(dout, q, k, v, out, lse, <same>, deterministic=) -> (dq, dk, dv)``.
     """
 
@@ -158,6 +158,8 @@ class Fa3(Provider):
             return self._prepare_tree(problem, inputs)
         q, k, v, dout, cu = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.cu_seqlens
         options: dict[str, Any] = {"causal": problem.causal}
+        if problem.window:
+            options["window"] = (problem.window, 0)
         if problem.packed:
             longest = problem.max_seqlen
             options |= {"cu_q": cu, "cu_k": cu, "max_q": longest, "max_k": longest}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("cases", "checks", "providers", "rivals", "documents", "bench_flash_attn")
+NAMES = ("cases", "checks", "providers", "rivals", "documents", "shapes", "bench_flash_attn")
 # of the harness, which is linked
 HARNESS = ("report", "results", "timing", "plot")
+SHAPE = "d192:128-h16:4-9x2205r831-packed-causal-w1023"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,7 @@ def bench() -> Iterator[ModuleType]:
         for name in HARNESS:
             setattr(held, name, importlib.import_module(f"_linked.{name}"))
         held.marked = importlib.import_module("_linked.documents")
+        held.drawing = importlib.import_module("_linked.shapes")
         held.select = importlib.import_module("_linked.cases").select
         held.BENCH = held.bench_flash_attn.BENCH
         yield held
@@ -54,6 +57,8 @@ def one_of_each(bench):
     for problem in bench.cases.PROBLEMS:
         kind = problem.family, problem.causal, problem.bias, problem.alibi, problem.values
         kinds.setdefault(kind, problem)
+    for name in (SHAPE, "d64-h5:1-3x4096r7-packed-full", "d64-h2:2-2x4096-causal-w255"):
+        kinds[name] = bench.shapes.named(name)
     return [small(problem) for problem in kinds.values()]
 
 
@@ -63,7 +68,9 @@ def one_of_each(bench):
 def test_cases_have_names_of_their_own_and_providers(bench):
     names = [p.case(one) for p in bench.cases.PROBLEMS for one in p.passes]
     assert len(set(names)) == len(names)
-    assert {p.family for p in bench.cases.PROBLEMS} == set(bench.cases.FAMILIES)
+    drawn = bench.drawing.FAMILY
+    assert {drawn, *(p.family for p in bench.cases.PROBLEMS)} == set(bench.cases.FAMILIES)
+    assert next(iter(bench.cases.FAMILIES)) == drawn
     for providers in bench.cases.FAMILIES.values():
         assert set(providers) <= set(bench.rivals.PROVIDERS)
 
@@ -90,6 +97,8 @@ def visible(problem):
         prompt = problem.lengths[0] if problem.tree and number else 0
         for i in range(problem.queries or length):
             for j in range(length):
+                if problem.window and j < i - problem.window:
+                    continue
                 count += (0.5 if i == j else j < i) if problem.causal else 1.0
             count += prompt
     return count
@@ -116,6 +125,91 @@ def test_bytes_are_those_of_the_tensors(bench):
         assert problem.bytes("fwd") == share * (q + k + v) + out + lse + bias
         gradients = q + k + v + (bias if problem.learned else 0)
         assert problem.bytes("bwd") == q + k + v + 2 * out + lse + bias + gradients
+
+
+# ---- shapes
+
+
+def shapes_of(bench, seed, count):
+    stream = bench.drawing.drawn(bench.shapes.roll, seed)
+    return list(itertools.islice(stream, count))
+
+
+def test_a_seed_draws_the_same_shapes_and_names_tell_them(bench):
+    every = shapes_of(bench, 7, 400)
+    assert shapes_of(bench, 7, 20) == every[:20] != shapes_of(bench, 8, 20)
+    # a change of the draw would compare other shapes under the same seed
+    assert every[0].name == "d40-h14:2-26x162-full"
+    assert len({p.name for p in every}) == len(every)
+    for problem in every:
+        assert bench.shapes.named(problem.name) == problem
+        assert bench.shapes.named(problem.case("bwd")) == problem
+        assert 2**9 <= problem.tokens <= 2**15
+        assert problem.bytes("bwd") <= 2**31
+    dims = {(p.head_dim, p.head_dim_v) for p in every}
+    assert dims >= {(d, d) for d in (40, 64, 72, 80, 96, 112, 128, 160, 192, 256)} | {(192, 128)}
+    assert {p.heads_q // p.heads_k for p in every} == {1, 2, 4, 5, 7, 8, 16}
+    assert {p.heads_k for p in every} >= {1, 3, 16}
+    masks = {(p.packed, p.causal, bool(p.window)) for p in every}
+    assert masks == {(x, c, w) for x in (False, True) for c, w in ((0, 0), (1, 0), (1, 1))}
+    assert any(0 in p.lengths for p in every)
+    assert bench.shapes.named("dense-d64-s1024-full") is None
+
+
+def test_shapes_are_chosen_by_family_or_by_their_whole_name(bench, monkeypatch):
+    def chosen(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bench", "--shapes", "5", *arguments])
+        return [p.name for p, _ in bench.BENCH.chosen(bench.BENCH.parse())[0]]
+
+    drawn = [p.name for p in shapes_of(bench, 3, 5)]
+    assert chosen("--seed", "3", "--family", "shapes") == drawn
+    assert chosen("--seed", "3")[:6] == [*drawn, bench.cases.PROBLEMS[0].name]
+    assert chosen("--cases", SHAPE) == [SHAPE]
+    assert all(bench.shapes.named(name) is None for name in chosen("--cases", "packed"))
+    assert chosen("--quick")[0] in bench.cases.QUICK
+
+
+@pytest.mark.aot  # as below
+def test_a_window_is_the_definitions(bench):
+    problem = bench.shapes.named("d16-h2:1-3x70r5-packed-causal-w9")
+    inputs = bench.checks.make_inputs(problem, "cpu")
+    found = bench.checks.reference(problem, inputs, ("bwd",))
+    whole = bench.checks.CHUNK_SCORES
+    try:
+        bench.checks.CHUNK_SCORES = 2 * 16 * problem.max_seqlen
+        cut = bench.checks.reference(problem, inputs, ("bwd",))
+    finally:
+        bench.checks.CHUNK_SCORES = whole
+    for name, tensor in found.items():
+        torch.testing.assert_close(cut[name], tensor)
+    prepared = bench.rivals.PROVIDERS["ours"].prepare(problem, inputs, problem.passes)
+    got = {"out": prepared.calls["fwd"]()}
+    got |= dict(zip(("dq", "dk", "dv"), prepared.calls["bwd"](), strict=True))
+    assert bench.checks.judge(got, found, problem)[0]
+    wide = replace(problem, window=10)
+    assert not bench.checks.judge(got, bench.checks.reference(wide, inputs, ("bwd",)), wide)[0]
+
+
+def test_shapes_are_summed_up_by_length_and_pass(bench, tmp_path):
+    rows = []
+    for i, (ours, rival) in enumerate([(1.0, 2.0), (1.0, 0.5), (0.1, 0.3), (1.0, None)]):
+        for one in ("fwd", "bwd"):
+            row = {"case": f"d64-h1:1-1x{600 + i}-full-{one}", "family": "shapes", "pass": one}
+            rows.append({**row, "provider": "ours", "status": "ok", "ms": ours})
+            rival_row = {**row, "provider": "fa3", "status": "ok", "ms": rival}
+            rows.append(rival_row if rival else {**row, "provider": "fa3", "status": "failed"})
+    machine = {"device": "G", "torch": "0", "triton": "0"}
+    found = {"machine": machine, "runs": {"2026-01-01 0": {}}, "results": rows, "host": []}
+    text = bench.BENCH.summary(found)
+    for word in ("forward", "backward"):
+        assert f"| over 0.2 ms | {word} | 1.000 | 0.500 | 2 |" in text
+        assert f"| up to 0.2 ms, host-bound | {word} | 3.000 | 3.000 | 1 |" in text
+        assert f"| d64-h1:1-1x601-full | {word} | over 0.2 ms | 0.500 |" in text
+    assert "Passes without the rival: 2." in text
+    pytest.importorskip("matplotlib")
+    (path,) = bench.BENCH.plot(found, tmp_path / "x.png")
+    assert path.name == "x-shapes.png"
+    assert path.exists()
 
 
 # ---- the arbiter
@@ -185,6 +279,18 @@ def test_what_a_rival_does_not_offer_is_refused(bench, monkeypatch, provider, fe
     inputs = bench.checks.make_inputs(small(problem), "cpu")
     with pytest.raises(bench.rivals.UnsupportedError, match="FP8" if plain == "bf16" else feature):
         bench.rivals.PROVIDERS[provider].prepare(small(problem), inputs, ("fwd",))
+
+
+def test_flash_attention_3_gets_the_window_and_the_lengths(bench, monkeypatch):
+    given = {}
+    fake = ModuleType("fa3")
+    fake.fwd = lambda q, k, v, **options: given.update(options) or (q, None)
+    monkeypatch.setitem(sys.modules, "fa3", fake)
+    problem = small(bench.shapes.named(SHAPE))
+    inputs = bench.checks.make_inputs(problem, "cpu")
+    bench.rivals.Fa3().prepare(problem, inputs, ("fwd",)).calls["fwd"]()
+    assert (given["causal"], given["window"]) == (True, (problem.window, 0))
+    assert given["cu_q"].diff().tolist() == list(problem.lengths)
 
 
 # ---- the file
