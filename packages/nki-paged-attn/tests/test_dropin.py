@@ -18,7 +18,7 @@ from nki_paged_attn import (
     transform_block_tables_for_indirect_load,
 )
 from nki_paged_attn._paged.masks import column_order, pack_mask
-from nki_paged_attn.cache import unpack_keys
+from nki_paged_attn.cache import pack_keys, unpack_keys
 
 from . import _vllm
 from ._cases import BF16
@@ -380,6 +380,19 @@ def test_block_tables(tiles, blocks, heads, head):
         assert got[row // 128, row % 128, tile] == expected
     if groups * 128 > tiles:
         assert (got[0, :, tiles:] == head * tiling + np.arange(128)[:, None] % tiling).all()
+
+
+def test_block_tables_of_no_tiles():
+    table = load_block_tables(np.zeros(0, np.int32), 0, 128)
+    assert transform_block_tables_for_indirect_load(table, 1, 3, 1).shape == (1, 128, 0)
+
+
+def test_a_cache_without_blocks_is_packed():
+    cache = np.zeros((0, 2, 4, 8), np.float16)
+    assert pack_keys(cache).shape == unpack_keys(cache).shape == cache.shape
+    new = np.zeros((1, 2, 8), np.float16)
+    stored = np.stack([cache, cache]).astype(ml_dtypes.float8_e4m3)
+    reshape_and_cache(new, new, stored, np.array([-1]), packed_keys=True)
 
 
 def test_block_tables_refuse_other_shapes():

@@ -128,6 +128,8 @@ CASES = {
     "full": Case(37, softcap=3.0),
     "contiguous": Case(40, "contiguous", causal=True, has_sinks=False),
     "empty": Case(2, "contiguous", causal=True),
+    "one-token": Case(1, "contiguous", causal=True, batch=2),
+    "packed-one-token": Case(lengths=(1, 0), causal=True),
     "window": Case(61, causal=True, window=(20, -1), batch=2),
     "window-both": Case(53, window=(6, 3)),
     "window-left": Case(37, window=(13, -1)),

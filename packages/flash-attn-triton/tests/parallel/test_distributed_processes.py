@@ -23,7 +23,7 @@ from ..dense._cuts import CASES, Case, D, differentiate, judge, on_rank, problem
 pytestmark = pytest.mark.eager
 
 IN_PROCESSES = ("zigzag", "empty", "window", "packed", "bf16")
-AMONG_HEADS = ("zigzag", "packed-window", "packed")
+AMONG_HEADS = ("zigzag", "packed-window", "packed", "one-token", "packed-one-token")
 
 
 def one_rank_of(rank, backend, ranks, folder, names):

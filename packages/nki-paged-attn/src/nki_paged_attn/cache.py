@@ -16,14 +16,14 @@ def pack_keys(cache: Array) -> Array:
 
     AWS's kernels of FP8 caches take them as ``[..., block_size // 2, head_dim, 2]``.
     """
-    pairs = cache.reshape(*cache.shape[:-2], -1, 2, cache.shape[-1])
+    pairs = cache.reshape(*cache.shape[:-2], cache.shape[-2] // 2, 2, cache.shape[-1])
     result: Array = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(cache.shape)
     return result
 
 
 def unpack_keys(cache: Array) -> Array:
     """Undo ``pack_keys``."""
-    pairs = cache.reshape(*cache.shape[:-2], -1, cache.shape[-1], 2)
+    pairs = cache.reshape(*cache.shape[:-2], cache.shape[-2] // 2, cache.shape[-1], 2)
     result: Array = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(cache.shape)
     return result
 
@@ -78,7 +78,7 @@ def reshape_and_cache(
         if is_packed and x is keys:
             # a view, so that the cache itself is written
             pairs = half.view().reshape(*half.shape[:2], block_size // 2, head_dim, 2)
-            if not np.shares_memory(pairs, half):
+            if half.size and not np.shares_memory(pairs, half):
                 raise ValueError("kv_cache must be contiguous for packed_keys")
             pairs[block, :, place // 2, :, place % 2] = rounded
         else:

@@ -78,11 +78,14 @@ def test_negative_slots_are_skipped(layout, device):
 
 
 @pytest.mark.eager
+@LAYOUTS
 @pytest.mark.parametrize("count", [0, 1, 17])
-def test_tokens_beyond_the_slots_are_padding(count, device):
-    k, v, k_cache, v_cache, slots = make("nhd", torch.float32, device)
+def test_tokens_beyond_the_slots_are_padding(count, layout, device):
+    k, v, k_cache, v_cache, slots = make(layout, torch.float32, device)
     reshape_and_cache(k, v, k_cache, v_cache, slots[:count])
-    assert torch.equal(k_cache.cpu(), expected(k, k_cache, slots[:count], "nhd"))
+    assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots[:count], layout))
+    reshape_and_cache(k, v, k_cache, v_cache, torch.full_like(slots, -1))
+    assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots[:count], layout))
 
 
 @pytest.mark.eager

@@ -48,26 +48,31 @@ class Heads:
         several = q, k, v
         ranks = self.at.group_size
         shapes = [(x.shape[1] // ranks, x.shape[2]) for x in several]
-        message = torch.cat([x.reshape(x.shape[0], ranks, -1) for x in several], -1)
+        # a rank may have no tokens, from which no size can be inferred
+        widths = [heads * d for heads, d in shapes]
+        by_rank = [x.reshape(x.shape[0], ranks, n) for x, n in zip(several, widths, strict=True)]
+        message = torch.cat(by_rank, -1)
         counts = [self._batch * size for size in self.sizes]
         arrived: Tensor = gather_tokens(message, counts, self.at.group, compared)
         if self._batch > 1:
             parts = torch.split(arrived, counts)
-            parts_of = [part.view(self._batch, -1, arrived.shape[1]) for part in parts]
+            parts_of = [
+                part.unflatten(0, (self._batch, len(part) // self._batch)) for part in parts
+            ]
             arrived = torch.cat(parts_of, 1).flatten(0, 1)
-        widths = [heads * d for heads, d in shapes]
         found = torch.split(arrived, widths, -1)
-        return [x.reshape(-1, *shape) for x, shape in zip(found, shapes, strict=True)]
+        return [x.reshape(len(x), *shape) for x, shape in zip(found, shapes, strict=True)]
 
     def scatter(self, x: Tensor) -> Tensor:
         """Turn ``[batch * tokens, own heads, d]`` into ``[batch * own tokens, heads, d]``."""
         rows = x.flatten(1)
         if self._batch > 1:
-            parts = torch.split(rows.view(self._batch, -1, rows.shape[1]), self.sizes, 1)
+            by_sequence = rows.view(self._batch, len(rows) // self._batch, rows.shape[1])
+            parts = torch.split(by_sequence, self.sizes, 1)
             rows = torch.cat([part.flatten(0, 1) for part in parts])
         counts = [self._batch * size for size in self.sizes]
         arrived: Tensor = scatter_tokens(rows, counts, self.at.rank, self.at.group)
-        return arrived.view(arrived.shape[0], -1, x.shape[2])
+        return arrived.view(arrived.shape[0], arrived.shape[1] * x.shape[1], x.shape[2])
 
 
 def _exchange(message: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
@@ -79,7 +84,7 @@ def _exchange(message: Tensor, received: list[int], sent: list[int], group: str)
 
 def _gather(message: Tensor, counts: list[int], group: str, compared: Tensor | None) -> Tensor:
     rows, ranks, width = message.shape
-    by_rank = message.transpose(0, 1).reshape(-1, width)
+    by_rank = message.transpose(0, 1).reshape(rows * ranks, width)
     return _exchange(by_rank, counts, [rows] * ranks, group)
 
 

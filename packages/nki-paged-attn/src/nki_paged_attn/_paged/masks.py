@@ -105,13 +105,18 @@ def transform_block_tables_for_indirect_load(
             f"blocks per tile times block_size_tiling_factor must be a multiple of {PARTITIONS}, "
             f"got {table.shape[2]} * {block_size_tiling_factor}"
         )
-    rows = (table.astype(np.int64).reshape(tiles, -1, 1) * num_head + head_id) * np.int64(
-        block_size_tiling_factor
+    blocks = table.astype(np.int64).reshape(tiles, table.shape[2], 1)
+    rows = (blocks * num_head + head_id) * np.int64(block_size_tiling_factor)
+    rows = (rows + np.arange(block_size_tiling_factor)).reshape(
+        tiles, rows.shape[1] * block_size_tiling_factor
     )
-    rows = (rows + np.arange(block_size_tiling_factor)).reshape(tiles, -1)
     if rows.max(initial=0) > np.iinfo(np.int32).max:
         raise ValueError(f"a row of the pool must be below 2**31, got {rows.max()}")
-    result = np.ascontiguousarray(rows.T).reshape(-1, PARTITIONS, tiles).astype(np.int32)
+    result = (
+        np.ascontiguousarray(rows.T)
+        .reshape(rows.shape[1] // PARTITIONS, PARTITIONS, tiles)
+        .astype(np.int32)
+    )
     return like(result, block_tables)
 
 
