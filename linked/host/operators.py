@@ -15,6 +15,7 @@ from torch import Tensor
 from .arguments import on_one_device
 from .forms import interpreted
 from .internals import is_plain_tensor, is_transformed, is_watched
+from .overlap import check_apart
 
 # a NamedTuple of tensors
 X = TypeVar("X", bound=tuple[Any, ...])
@@ -37,6 +38,17 @@ _SPELLED = {
     list[bool]: "bool[]",
     torch.dtype | None: "ScalarType?",
 }
+
+
+@cache
+def _written_by(structure: type) -> tuple[int, ...]:
+    """Return which tensors of a structure its operator writes into."""
+    return tuple(i for i, words in enumerate(_spelled(structure)) if "!" in words)
+
+
+def check_written(x: Any) -> None:
+    """Check that tensors that a call writes share no memory; for calls that bypass the operator."""
+    check_apart(x._fields, x, _written_by(x.__class__))
 
 
 @cache
@@ -106,6 +118,8 @@ def register(
 ) -> Any:
     """Define an operator and return it.
 
+    On real tensors it raises if one that it writes into shares memory with itself or another.
+
     Args:
         operator: name with its namespace.
         schema: arguments and results.
@@ -116,7 +130,14 @@ def register(
         on_host: names of tensors that stay on the CPU while the others are on a GPU.
     """
 
+    def on_gpu(*arguments: Any) -> Any:
+        if written:
+            check_apart(names, arguments, written)
+        return kernels(*arguments)
+
     def on_cpu(*arguments: Any) -> Any:
+        if written:
+            check_apart(names, arguments, written)
         if check is not None:
             check(*arguments)
         return (kernels if interpreted() else eager)(*arguments)
@@ -125,8 +146,10 @@ def register(
     torch.library.register_fake(operator, fake)
     namespace, name = operator.split("::")
     defined = getattr(getattr(torch.ops, namespace), name).default
-    elsewhere = [i for i, x in enumerate(defined._schema.arguments) if x.name in on_host]
-    torch.library.impl(operator, "cuda", on_one_device(kernels, elsewhere))
+    names = [x.name for x in defined._schema.arguments]
+    written = [i for i, x in enumerate(defined._schema.arguments) if x.is_write]
+    elsewhere = [i for i, name in enumerate(names) if name in on_host]
+    torch.library.impl(operator, "cuda", on_one_device(on_gpu, elsewhere))
     torch.library.impl(operator, "cpu", on_cpu)
     return defined
 

@@ -394,3 +394,24 @@ def test_fp8_refuses_gradients():
     tensors = [t.requires_grad_() for t in make(torch.float32, "cpu")]
     with pytest.raises(NotImplementedError, match="FP8 has no gradient: q must not require one"):
         call(tensors, fp8_scales=(1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.eager
+def test_an_output_that_overlaps_itself_is_refused(device):
+    tensors = make(torch.float32, device)
+    expanded = tensors[0][:1].clone().expand(40, 4, 16)
+    with pytest.raises(ValueError, match="o must not be expanded, for it is written"):
+        call(tensors, expanded)
+    rows = torch.zeros(5000, device=device).as_strided((40, 4, 16), (8, 400, 1))
+    with pytest.raises(ValueError, match=r"o must not overlap itself, .* strides \[8, 400, 1\]"):
+        call(tensors, rows)
+    assert not rows.any()
+
+
+@pytest.mark.eager
+def test_an_output_may_be_the_queries(device):
+    tensors = make(torch.float32, device)
+    want, _ = call(tensors)
+    got, _ = call(tensors, tensors[0])
+    assert got is tensors[0]
+    assert torch.equal(got, want)

@@ -7,12 +7,15 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from nki_paged_attn import Buckets, paged_attention
+from nki_paged_attn import Buckets, paged_attention, reshape_and_cache
+from numpy.lib.stride_tricks import as_strided
 
 from ._cases import BF16, F16, make_case
 from ._writes import expected_cache, make
 
 E4M3, E4M3FN = (np.dtype(x) for x in (ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3fn))
+
+SLOT = np.array([0])
 
 
 @pytest.mark.parametrize("programs", ["1", "2"])
@@ -100,3 +103,26 @@ def test_what_cannot_be_written():
         packed.run(write_cache=True, packed_keys=True)
     with pytest.raises(ValueError, match="block_table must have 2 columns"):
         paged_attention(*case.tensors[:4], case.block_table[:, :1], [5], [16], write_cache=True)
+
+
+def test_a_cache_that_shares_memory_is_not_written():
+    case, _ = make([5], [20])
+    cache = case.kv_cache.copy()
+    within = cache.reshape(-1)[: case.q.size].reshape(case.q.shape)
+    with pytest.raises(ValueError, match="kv_cache must not share memory with q, for it is"):
+        replace(case, kv_cache=cache, q=within).run(write_cache=True)
+    np.testing.assert_array_equal(cache, case.kv_cache)
+    new = np.ones((1, 1, 8), np.float32)
+    memory = np.zeros(400, np.float32)
+    shape = (2, 3, 1, 4, 8)
+    for strides in ((0, 32, 32, 8, 1), (92, 32, 32, 8, 1), (96, 30, 30, 8, 1)):
+        wrong = as_strided(memory, shape, tuple(4 * s for s in strides))
+        with pytest.raises(ValueError, match="kv_cache must not overlap itself, for it is written"):
+            reshape_and_cache(new, new, wrong, np.array([0]))
+    with pytest.raises(ValueError, match="kv_cache must not share memory with value, for it is"):
+        reshape_and_cache(new, memory[:8].reshape(new.shape), memory[:192].reshape(shape), SLOT)
+    assert not memory.any()
+    # keys and values side by side
+    right = as_strided(memory, shape, tuple(4 * s for s in (8, 64, 64, 16, 1)))
+    reshape_and_cache(new, 2 * new, right, SLOT)
+    np.testing.assert_array_equal(memory[:17], [1.0] * 8 + [2.0] * 8 + [0.0])

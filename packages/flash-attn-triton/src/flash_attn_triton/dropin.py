@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._linked.host import arguments
+from ._linked.host.overlap import check_no_overlap
 from .api import flash_attn_varlen_func
 
 _NAMES = ("q", "k", "v")
@@ -58,7 +59,7 @@ def triton_attention(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range, or if ``o`` overlaps itself.
         NotImplementedError: on FP8 if the hardware lacks it; with ``invariant``, on FP8 and on
             ``bias``.
     """
@@ -136,6 +137,7 @@ def _output_dtype(
         )
     if o.device != q.device:
         raise ValueError(f"o must be on the device of q, {q.device}, got {o.device}")
+    check_no_overlap("o", o)
     is_fp8 = o.dtype in arguments.FP8_DTYPES
     if is_fp8:
         expected = arguments.check_fp8_hardware("o", q.device)

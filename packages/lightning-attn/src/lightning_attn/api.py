@@ -136,7 +136,7 @@ def lightning_attn_varlen_func(
 
     Raises:
         TypeError: if an argument has a wrong type or dtype.
-        ValueError: if a shape, a device or a range is wrong.
+        ValueError: if a shape, a device or a range is wrong, or if what is written shares memory.
         NotImplementedError: on a gradient together with ``state_cache``, and on forward-mode
             differentiation.
     """
@@ -222,7 +222,7 @@ def lightning_attn_decode(
 
     Raises:
         TypeError: if an argument has a wrong type or dtype.
-        ValueError: if a shape, a device or a range is wrong.
+        ValueError: if a shape, a device or a range is wrong, or if what is written shares memory.
         NotImplementedError: if an input requires a gradient.
     """
     if unknown:

@@ -84,7 +84,7 @@ def linear_decode_forward_triton(
 
     Raises:
         TypeError: if an argument has a wrong type or dtype.
-        ValueError: if a shape, a device or a range is wrong.
+        ValueError: if a shape, a device or a range is wrong, or if what is written shares memory.
         NotImplementedError: if an input requires a gradient.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning_attn import lightning_attention_decode_reference, lightning_attn_decode
+from lightning_attn import (
+    lightning_attention_decode_reference,
+    lightning_attn_decode,
+    lightning_attn_varlen_func,
+)
 
 from .._linked.budget import DTYPES, Maker, assert_no_worse_than_eager
 from .._linked.views import VIEWS, same_values
@@ -171,3 +175,48 @@ def test_slots_in_64_bits(device):
     want = lightning_attn_decode(q, k, v, cache, decay, slots)
     assert torch.equal(lightning_attn_decode(q, k, v, other, decay, slots.long()), want)
     assert torch.equal(other, cache)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    "names",
+    [("out", "q"), ("out", "k"), ("out", "v"), ("state_cache", "q"), ("out", "state_cache")]
+    + [("state_cache", "states_out"), ("out", "states_out")],
+    ids="-".join,
+)
+def test_what_is_written_shares_no_memory(names, device):
+    """Also on a warm call: its form knows no addresses."""
+    q, k, v, cache, decay, slots = make(torch.float32, device, d=16, e=16)
+    given = {"q": q, "k": k, "v": v, "state_cache": cache, "out": torch.zeros_like(q)}
+    if "states_out" in names:
+        given["states_out"] = cache.new_zeros(3, 1, 2, 16, 16)
+    first, second = names
+    lightning_attn_decode(**given, decay=decay, slot_idx=slots)
+    largest = max((given[name] for name in names), key=torch.Tensor.numel).flatten()
+    shared = {name: largest[: given[name].numel()].view_as(given[name]) for name in names}
+    wrong = given | shared
+    before = {name: x.clone() for name, x in wrong.items()}
+    with pytest.raises(ValueError, match=f"{first} must not share memory with {second},"):
+        lightning_attn_decode(**wrong, decay=decay, slot_idx=slots)
+    for name, x in wrong.items():
+        assert torch.equal(x, before[name])
+
+
+@pytest.mark.eager
+def test_a_cache_of_sequences_shares_no_memory(device):
+    q, k, v, cache, decay, slots = make(torch.float32, device, d=16, e=16)
+    q, k, v = (x[:, 0] for x in (q, k, v))
+    starts = torch.tensor([0, 1, 3, 3], device=device)
+    lightning_attn_varlen_func(q, k, v, decay, starts, state_cache=cache, state_indices=slots)
+    within = cache.flatten()[: q.numel()].view_as(q)
+    wrong = {"state_cache": cache, "state_indices": slots}
+    with pytest.raises(ValueError, match="state_cache must not share memory with k, for it is"):
+        lightning_attn_varlen_func(q, within, v, decay, starts, **wrong)
+
+
+@pytest.mark.eager
+def test_the_reference_refuses_overlaps_too(device):
+    q, k, v, cache, decay, slots = make(torch.float32, device)
+    wide = cache[:1].expand_as(cache)
+    with pytest.raises(ValueError, match="state_cache must not be expanded"):
+        lightning_attention_decode_reference(q, k, v, wide, decay, slots)

@@ -9,6 +9,7 @@ import numpy as np
 from ._paged.backends import choose_backend
 from ._paged.call import Batch, Options
 from ._paged.checks import (
+    check_apart,
     check_flag,
     check_lengths,
     check_number,
@@ -93,8 +94,8 @@ def paged_attention(
 
     Raises:
         TypeError: a dtype that is not offered.
-        ValueError: a shape or a number out of range, a block that is not in the cache, or a batch
-            that no bucket holds.
+        ValueError: a shape or a number out of range, a block that is not in the cache, a batch that
+            no bucket holds, or with ``write_cache`` a cache that shares memory.
         ImportError: the backend's package is not installed.
     """
     device = find_device(q)
@@ -119,6 +120,10 @@ def paged_attention(
     table = check_table(block_table, stored, cache.shape[3], cache.shape[1])
     if write_cache:
         check_writable(kv_cache, packed_keys)
+        if device is None:
+            check_apart("kv_cache", cache, q=queries, k=keys, v=values)
+        elif halves is not None and halves[0] is halves[1]:
+            raise ValueError("kv_cache must be two tensors for write_cache, got one twice")
         check_writes(lens, contexts, table, cache.shape[3])
     options = Options(
         scale=head_dim**-0.5 if scale is None else check_number("scale", scale),

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ._paged.checks import FP8, check_cache, check_dtypes, check_packing
+from ._paged.checks import FP8, check_apart, check_cache, check_dtypes, check_packing
 from .sim.arrays import Array, to_array
 
 
@@ -43,7 +43,7 @@ def reshape_and_cache(
 
     Raises:
         TypeError: a dtype that is not offered.
-        ValueError: a shape, or a slot past the end of the cache.
+        ValueError: a shape, a slot past the end of the cache, or a cache that shares memory.
     """
     keys, values, cache = (
         to_array(n, x) for n, x in (("key", key), ("value", value), ("kv_cache", kv_cache))
@@ -60,6 +60,7 @@ def reshape_and_cache(
     is_packed = check_packing(packed_keys, cache.dtype, cache.shape[3])
     if not cache.flags.writeable:
         raise ValueError("kv_cache must be writable, got a read-only array")
+    check_apart("kv_cache", cache, key=keys, value=values)
     slots = to_array("slot_mapping", slot_mapping)
     if slots.shape != (tokens,):
         raise ValueError(f"slot_mapping must be [{tokens}], got {list(slots.shape)}")

@@ -206,6 +206,24 @@ def test_tensors_must_fit_the_step(place, change, error, text):
         vllm_neuron.paged_attention(*tensors, step)
 
 
+@pytest.mark.parametrize(
+    ("place", "other", "text"),
+    [
+        (4, 3, "k_cache must not share memory with v_cache, for it is written"),
+        (0, 3, "k_cache must not share memory with query, for it is written"),
+        (2, 4, "v_cache must not share memory with value, for it is written"),
+    ],
+)
+def test_caches_share_no_memory(place, other, text):
+    step, tensors, _ = make_step([3], [5])
+    before = tensors[other].clone()
+    shared = tensors[other].flatten()[: tensors[place].numel()]
+    tensors[place] = shared.view_as(tensors[place])
+    with pytest.raises(ValueError, match=text):
+        vllm_neuron.paged_attention(*tensors, step)
+    assert torch.equal(tensors[other], before)
+
+
 def test_a_step_is_what_prepare_returns():
     _, tensors, _ = make_step([3], [5])
     with pytest.raises(TypeError, match="step must be what prepare returns, got NoneType"):

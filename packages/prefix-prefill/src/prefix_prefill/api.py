@@ -10,6 +10,7 @@ from ._cache.layout import cache_sizes, head_dim_of_values
 from ._cache.scales import check_scale_caches
 from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import Memory, form_of
+from ._linked.host.operators import check_written
 from ._paged import checks as paged_checks
 from ._paged import ops
 from ._paged import options as paged_options
@@ -142,7 +143,7 @@ def paged_attn_func(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range, or if what is written shares memory.
         NotImplementedError: on FP8 if the hardware lacks it; on an input that requires a gradient;
             with ``invariant`` on FP8 queries and outputs, ``kv_dtype``, ``alibi_slopes``,
             ``tree_mask``, ``num_splits`` other than 0, head dimensions over 256, and ``k`` and
@@ -195,6 +196,7 @@ def paged_attn_func(
         known = Checked(options, dtype, head_dim_v)
     elif tree_mask is not None:
         paged_checks.check_tree_size(max_seqlen_q)
+    is_given = out is not None
     if out is None and known.head_dim_v != q.shape[2]:
         shape = *q.shape[:2], known.head_dim_v
         out = torch.empty(shape, dtype=known.out_dtype, device=q.device)
@@ -210,6 +212,8 @@ def paged_attn_func(
     if known.plan is None:
         ops.attention(*x, max_seqlen_q, max_seqlen_k, *known.options)
     else:
+        if is_given:
+            check_written(x)
         known.plan.run(x, max_seqlen_q, max_seqlen_k)
     return out if lse is None else (out, lse)
 
@@ -253,7 +257,7 @@ def reshape_and_cache(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range, or if what is written shares memory.
         NotImplementedError: on FP8 if the hardware lacks it; on an input that requires a gradient.
     """
     others = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
@@ -276,4 +280,5 @@ def reshape_and_cache(
             ops.reshape_and_cache(*x)
             return
         _writes.keep(form, plan)
+    check_written(x)
     plan.run(x)

@@ -7,6 +7,7 @@ from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
+from ._linked.host.operators import check_written
 from ._paged import checks as paged_checks
 from ._paged import ops
 from ._paged import options as paged_options
@@ -113,8 +114,8 @@ def context_attention_fwd(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range; on the CPU also on a ``max_input_len`` that is
-            too small.
+        ValueError: on a shape, a device or a range, or if ``o`` shares memory with itself or an
+            input; on the CPU also on a ``max_input_len`` that is too small.
         NotImplementedError: on FP8 if the hardware lacks it; on an input that requires a gradient;
             on unsupported arguments; with ``invariant``, as :func:`paged_attn_func` does.
     """
@@ -165,7 +166,7 @@ def chunked_prefill_paged_decode(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range, or if what is written shares memory.
         NotImplementedError: as :func:`context_attention_fwd` does.
     """
     _refuse("is_block_table_ptr", is_block_table_ptr, False)
@@ -266,6 +267,7 @@ def _attend(
         if known.plan is None:
             ops.attention(*tensors, max_input_len, max_seq_len, *known.options)
         else:
+            check_written(tensors)
             known.plan.run(tensors, max_input_len, max_seq_len)
 
 

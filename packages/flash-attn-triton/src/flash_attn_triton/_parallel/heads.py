@@ -56,9 +56,8 @@ class Heads:
         arrived: Tensor = gather_tokens(message, counts, self.at.group, compared)
         if self._batch > 1:
             parts = torch.split(arrived, counts)
-            parts_of = [
-                part.unflatten(0, (self._batch, len(part) // self._batch)) for part in parts
-            ]
+            size = self._batch, arrived.shape[1]
+            parts_of = [part.view(size[0], len(part) // size[0], size[1]) for part in parts]
             arrived = torch.cat(parts_of, 1).flatten(0, 1)
         found = torch.split(arrived, widths, -1)
         return [x.reshape(len(x), *shape) for x, shape in zip(found, shapes, strict=True)]

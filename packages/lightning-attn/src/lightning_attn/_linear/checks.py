@@ -22,6 +22,7 @@ from .._linked.host.arguments import (
     check_tensor,
     kind,
 )
+from .._linked.host.overlap import check_no_overlap
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
@@ -177,7 +178,7 @@ def check_state_cache(
 ) -> None:
     """Check a cache of states and the slot of each sequence."""
     _check_fp32_state(cache_name, state_cache, q)
-    _check_no_overlap(cache_name, state_cache)
+    check_no_overlap(cache_name, state_cache)
     want = (q.shape[-2], q.shape[-1], v.shape[-1])
     if state_cache.ndim != 4 or tuple(state_cache.shape[1:]) != want:
         raise ValueError(
@@ -235,7 +236,7 @@ def check_decode(
                 f"out must be [batch, tokens, heads, e], {[batch, tokens, heads, e]}, "
                 f"got {list(out.shape)}"
             )
-        _check_no_overlap("out", out)
+        check_no_overlap("out", out)
     if states_out is not None:
         _check_fp32_state("states_out", states_out, q)
         want = [batch, tokens, heads, d, e]
@@ -244,7 +245,7 @@ def check_decode(
                 f"states_out must be [batch, tokens, heads, d, e], {want}, "
                 f"got {list(states_out.shape)}"
             )
-        _check_no_overlap("states_out", states_out)
+        check_no_overlap("states_out", states_out)
 
 
 def check_no_gradient(what: str, *tensors: Tensor | None) -> None:
@@ -278,10 +279,3 @@ def _check_fp32_state(name: str, state: Tensor, q: Tensor) -> None:
     if state.dtype != torch.float32:
         raise TypeError(f"{name} must be torch.float32, got {state.dtype}")
     check_device(name, state, q)
-
-
-def _check_no_overlap(name: str, x: Tensor) -> None:
-    """Raise if a tensor to be written is expanded."""
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if size > 1 and stride == 0:
-            raise ValueError(f"{name} must not be expanded, for it is written, got a stride of 0")

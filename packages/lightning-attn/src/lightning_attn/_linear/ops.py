@@ -14,6 +14,7 @@ from torch import Tensor
 from .._linked.host.forms import interpreted
 from .._linked.host.internals import refuse_tangents
 from .._linked.host.operators import (
+    check_written,
     free_namespace,
     may_skip_operator,
     no_second_derivative,
@@ -283,6 +284,7 @@ def advance(out: Tensor, x: CachedTensors, known: Checked) -> None:
     if known.plan is None:
         forward_cached(out, *x, known.options.scale, known.options.schedule)
     else:
+        check_written(x)
         if out.is_cpu:
             _check_values(x)
         known.plan.fill(out, x)
@@ -293,6 +295,7 @@ def step(x: StepTensors, known: CheckedStep) -> None:
     if known.plan is None:
         decode(*x, known.scale)
     else:
+        check_written(x)
         if x.q.is_cpu:
             _check_values(x)
         known.plan.decode(x)

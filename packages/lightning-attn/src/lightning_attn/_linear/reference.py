@@ -8,6 +8,8 @@ is rounded to the output's dtype.
 import torch
 from torch import Tensor
 
+from .._linked.host.operators import check_written
+from .call import CachedTensors, StepTensors
 from .checks import check_reference
 
 
@@ -82,6 +84,9 @@ def lightning_attention_varlen_reference(
     indices and flags are read on the host.
     """
     check_reference(q, k, v, 3)
+    if state_cache is not None:
+        given = decay, cu_seqlens, state_cache, state_indices, has_initial_state
+        check_written(CachedTensors(q, k, v, *given))
     batch = cu_seqlens.shape[0] - 1
     starts = cu_seqlens.tolist()
     slots = list(range(batch)) if state_indices is None else state_indices.tolist()
@@ -147,6 +152,7 @@ def lightning_attention_decode_reference(
     """
     check_reference(q, k, v, 4)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    check_written(StepTensors(out, q, k, v, state_cache, decay, slot_idx, states_out))
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue

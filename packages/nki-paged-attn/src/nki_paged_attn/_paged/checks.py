@@ -19,6 +19,9 @@ PARTITIONS = 128
 MAX_WINDOW = 2**31
 MAX_LENGTH = 2**31 - 1
 
+# steps of a search for shared memory, far more than any layout of a cache takes
+MOST_WORK = 10**5
+
 FP32_MAX = float(np.finfo(np.float32).max)
 LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
 
@@ -111,6 +114,48 @@ def check_writes(
                     f"{name} must give no context what the call writes, got block "
                     f"{int(table[i, n])} in sequences {i} and {other}"
                 )
+
+
+def check_apart(name: str, x: Array, **others: Array) -> None:
+    """Check that an array to be written shares no memory with itself nor with others."""
+    if _overlaps(x):
+        raise ValueError(
+            f"{name} must not overlap itself, for it is written, got {list(x.shape)} with strides "
+            f"of {list(x.strides)} bytes"
+        )
+    for other, y in others.items():
+        if _share(x, y):
+            raise ValueError(
+                f"{name} must not share memory with {other}, for it is written; got arrays that "
+                "overlap"
+            )
+
+
+def _overlaps(x: Array) -> bool:
+    """Return whether two elements of an array share memory."""
+    reach, is_nested = x.itemsize, True
+    for stride, size in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):
+        if size > 1:
+            is_nested = is_nested and stride >= reach
+            reach += stride * (size - 1)
+    if is_nested or not x.size:
+        return False
+    for axis, size in enumerate(x.shape):
+        along = x[(0,) * axis]
+        for i in range(1, size):
+            parts = along[:1], along[i : i + 1]
+            if _share(*parts):
+                return True
+            if not np.may_share_memory(*parts):
+                break
+    return False
+
+
+def _share(x: Array, y: Array) -> bool:
+    try:
+        return np.shares_memory(x, y, max_work=MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
 
 
 def check_transposes(transposes: Any, dtype: str) -> bool:

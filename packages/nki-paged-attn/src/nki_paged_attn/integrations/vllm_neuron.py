@@ -17,6 +17,7 @@ from .._paged import devices
 from .._paged.call import Batch, Options
 from .._paged.checks import (
     FP8,
+    check_apart,
     check_block_size,
     check_count,
     check_flag,
@@ -32,6 +33,7 @@ from .._paged.checks import (
     check_writes,
 )
 from .._paged.forms import Buckets, check_buckets
+from ..sim.arrays import to_array
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CACHE_DTYPES = (*DTYPES, *(getattr(torch, name) for name in FP8 if hasattr(torch, name)))
@@ -223,12 +225,18 @@ def paged_attention(
 
     Raises:
         TypeError: a dtype other than the step's, or no tensor.
-        ValueError: a shape or device other than the step's; on the CPU also a slot past the end.
+        ValueError: a shape or device other than the step's; on the CPU also a slot past the end,
+            or a cache that shares memory.
     """
     if not isinstance(step, Step):
         raise TypeError(f"step must be what prepare returns, got {type(step).__name__}")
     new = {"key": key, "value": value}
     step.check(query, new, {"k_cache": k_cache, "v_cache": v_cache}, slot_mapping)
+    if query.device.type == "cpu":
+        given = {"query": query, **new, "k_cache": k_cache, "v_cache": v_cache}
+        arrays = {name: to_array(name, x) for name, x in given.items()}
+        for name in ("k_cache", "v_cache"):
+            check_apart(name, arrays.pop(name), **arrays)
     prepared = step.prepared
     device = devices.TorchDevice(query.device)
     if prepared is None or not prepared.form.writes:

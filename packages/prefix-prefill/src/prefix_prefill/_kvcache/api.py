@@ -8,6 +8,7 @@ from torch import Tensor
 from .._cache.layout import head_dim_of_values
 from .._linked.host.arguments import as_int32, check_flag, check_tensor, is_int, kind
 from .._linked.host.forms import Memory, form_of
+from .._linked.host.operators import check_written
 from .._paged import checks as paged_checks
 from .._paged import ops
 from .._paged import options as paged_options
@@ -112,8 +113,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range. Lengths, rows and pages are checked on the CPU
-            only; on a GPU they are the caller's duty. Nothing is written outside the cache.
+        ValueError: on a shape, a device or a range, or if what is written shares memory. Lengths,
+            rows and pages are checked on the CPU only; on a GPU they are the caller's duty. Nothing
+            is written outside the cache.
         NotImplementedError: on a combination that is not supported; on an input that requires a
             gradient.
     """
@@ -210,6 +212,7 @@ def flash_attn_with_kvcache(
     if known.plans is not None:
         append_plan, row_plan = known.plans
         if append_plan is not None and append is not None:
+            check_written(append)
             append_plan.run(append)
         row_plan.run(attend)
     else:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._linked.host.arguments import as_int32, check_length, check_tensor
 from .._linked.host.forms import Memory, form_of
+from .._linked.host.operators import check_written
 from .._paged.checks import check_no_gradients, check_table
 from . import ops
 from .call import MlaChecked, MlaTensors, MlaWritePlan, MlaWriteTensors
@@ -81,7 +82,7 @@ def mla_attn_func(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range, or if what is written shares memory.
         NotImplementedError: on unsupported head dimensions; on FP8 if the hardware lacks it; on an
             input that requires a gradient.
     """
@@ -108,6 +109,7 @@ def mla_attn_func(
         check_no_gradients(q, kv_cache)
         known = MlaChecked(options, dtype)
     tokens, heads = q.shape[:2]
+    is_given = out is not None
     if out is None:
         out = torch.empty((tokens, heads, head_dim_v), dtype=known.out_dtype, device=q.device)
     lse = None
@@ -119,6 +121,8 @@ def mla_attn_func(
     if known.plan is None:
         ops.mla_attention(*x, max_seqlen_q, max_seqlen_k, *known.options)
     else:
+        if is_given:
+            check_written(x)
         known.plan.run(x, max_seqlen_q, max_seqlen_k)
     return out if lse is None else (out, lse)
 
@@ -149,7 +153,7 @@ def mla_cache_write(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range, or if what is written shares memory.
         NotImplementedError: on unsupported head dimensions; on FP8 if the hardware lacks it; on an
             input that requires a gradient.
     """
@@ -168,4 +172,5 @@ def mla_cache_write(
             ops.mla_cache_write(*x)
             return
         _writes.keep(form, plan)
+    check_written(x)
     plan.run(x)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._cache.layout import gather_pages
 from .._linked.host.arguments import as_int32, check_tensor
+from .._linked.host.overlap import check_no_overlap
 from .._paged.checks import check_table
 from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
 from .call import MlaOptions, MlaTensors
@@ -65,6 +66,7 @@ def mla_attention_reference(
     result, lse = attend(MlaTensors(q, *given, target, None), options)
     result = result.to(target.dtype)
     if out is not None:
+        check_no_overlap("out", out)
         result = out.copy_(result)
     return (result, lse) if return_lse else result
 

@@ -125,7 +125,8 @@ def reshape_and_cache(
             if not packed:
                 cache[pages, in_page] = values
             elif cache.ndim == 5:
-                cache[pages, :, :, in_page] = values.unflatten(2, (cache.shape[2], cache.shape[4]))
+                split = *values.shape[:2], cache.shape[2], cache.shape[4]
+                cache[pages, :, :, in_page] = values.reshape(split)
             else:
                 cache[pages, :, :, in_page] = values
 
