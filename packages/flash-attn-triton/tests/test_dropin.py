@@ -415,3 +415,12 @@ def test_an_output_may_be_the_queries(device):
     got, _ = call(tensors, tensors[0])
     assert got is tensors[0]
     assert torch.equal(got, want)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_scales_in_tensors_are_checked_as_numbers_are(value):
+    tensors = make(torch.float32, "cpu")
+    for scale in (value, torch.tensor([value])):
+        with pytest.raises(ValueError, match="fp8_scales: that of k must be positive and finite"):
+            call(tensors, fp8_scales=(1.0, scale, 1.0, 1.0))

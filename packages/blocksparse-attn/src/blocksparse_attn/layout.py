@@ -17,6 +17,7 @@ from ._layout.checks import (
     check_calls,
     check_count,
     check_csr,
+    check_csr_values,
     check_local_strided,
     check_mask,
     is_top_left,
@@ -28,8 +29,9 @@ from ._layout.lists import by_sequence, dense_of
 from ._layout.plot import draw
 from ._layout.rows import dense_csr, density_of, local_strided_csr, mask_of
 from ._layout.values import State, are_equal, joined, of_heads, order_sums, read, write
-from ._linked.host.arguments import check_flag
+from ._linked.host.arguments import as_int32, check_flag
 from ._linked.host.forms import Memory
+from ._linked.host.internals import is_watched
 from .token_rule import TokenRule
 
 # rows of the largest tile of queries
@@ -54,8 +56,7 @@ class BlockSparseLayout:
             has its own layout. ``heads`` is the number of query heads, the number of key heads, or
             1 for all heads.
         col: columns, ``[heads, nnz]``, or ``[batch, heads, nnz]``, in any order within a row.
-            Entries after the last row are padding (-1). Columns from ``num_cols`` on are ignored;
-            repeated columns count once.
+            Entries after the last row are padding (-1). Repeated columns count once, -1 not at all.
         block_size: tokens per block: an int, or ``(q, k)``; each 16, 32, 64 or 128.
         num_cols: number of block columns. Default: as many as cover the positions of all rows.
         max_row: upper bound of the blocks in a row; it limits how a decode splits its keys.
@@ -66,8 +67,9 @@ class BlockSparseLayout:
 
     Raises:
         TypeError: if an argument has a wrong type or dtype.
-        ValueError: if a shape, a device or a range is wrong. Values of ``crow`` and ``col`` are not
-            read here; :meth:`validate` checks them.
+        ValueError: if a shape, a device or a range is wrong. Values of ``crow`` and ``col`` are
+            not read here: calls on CPU tensors raise for those out of range, and :meth:`validate`
+            checks them.
     """
 
     _rule: Tensor | None
@@ -92,7 +94,7 @@ class BlockSparseLayout:
             check_count("max_row", max_row, 0)
         check_flag("rows_alike", rows_alike)
         # copies, so that the caller cannot change them
-        crow_, col_ = (x.to(torch.int32, copy=True).flatten(0, -2) for x in (crow, col))
+        crow_, col_ = (as_int32(x).to(torch.int32, copy=True).flatten(0, -2) for x in (crow, col))
         batch = crow.shape[0] if crow.ndim == 3 else 0
         self._fill(State(crow_, col_, sides, cols, crow.shape[-2], max_row, rows_alike, batch))
         if token_rule is not None:
@@ -399,14 +401,24 @@ class BlockSparseLayout:
         return density_of(self._crow, self._col, self.num_cols, self.block_size, seqlen)
 
     def validate(self) -> None:
-        """Check the values of rows and columns, which calls do not check; waits for the device.
+        """Check all values of rows and columns; waits for the device.
+
+        Calls on a GPU check none; those on the CPU accept columns of -1 and repeated ones.
 
         Raises:
             ValueError: on the first wrong entry; the message has its index, and the expected and
                 found values.
         """
+        validate_csr(*self._blocks())
+
+    def _blocks(self) -> tuple[Tensor, Tensor, int]:
         crow, col = (by_sequence(x, self._state.batch) for x in (self._crow, self._col))
-        validate_csr(crow, col, self.num_cols)
+        return crow, col, self.num_cols
+
+    def _check_on_cpu(self) -> None:
+        """Raise for values of CPU tensors that are out of range; in traces operators do."""
+        if self._crow.is_cpu and not is_watched():
+            check_csr_values(*self._blocks())
 
     def prepare(
         self,
@@ -444,6 +456,7 @@ class BlockSparseLayout:
         for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
             check_flag(name, flag)
         form = ListForm(heads_q // heads_k, head_dim, dtype.itemsize, causal)
+        self._check_on_cpu()
         lists = self._for_heads(heads_q)._lists
         lists.prepare(form, backward, paged, is_top_left(align))
         return self

@@ -7,7 +7,14 @@ import time
 
 import pytest
 import torch
-from blocksparse_attn import BlockSparseLayout, LayoutModule
+from blocksparse_attn import (
+    BlockSparseLayout,
+    LayoutModule,
+    blocksparse_attention_reference,
+    blocksparse_attn_func,
+    blocksparse_attn_varlen_func,
+    blocksparse_flash_attn_varlen_fwd,
+)
 
 from .._numerics import PATTERNS, layout_of
 
@@ -365,3 +372,55 @@ def test_validate_names_the_wrong_entry(message, crow, col):
     with pytest.raises(ValueError, match="must") as caught:
         BlockSparseLayout(*csr(crow, col), 16).validate()
     assert str(caught.value) == message
+
+
+def attend(layout):
+    q = torch.randn(1, 32, 2, 16)
+    return blocksparse_attn_func(q, q, q, layout, causal=False)
+
+
+def attend_packed(layout):
+    q, starts = torch.randn(32, 2, 16), torch.tensor([0, 32], dtype=torch.int32)
+    return blocksparse_attn_varlen_func(q, q, q, starts, starts, 32, 32, layout)
+
+
+def attend_by_drop_in(layout):
+    q, starts = torch.randn(32, 2, 16), torch.tensor([0, 32], dtype=torch.int32)
+    blocks = layout.crow, layout.col
+    return blocksparse_flash_attn_varlen_fwd(q, q, q, starts, starts, 0.2, blocks, block_size=16)
+
+
+def attend_by_reference(layout):
+    q = torch.randn(1, 32, 2, 16)
+    return blocksparse_attention_reference(q, q, q, layout)
+
+
+def attend_in_a_graph(layout):
+    return torch.compile(attend, backend="eager", fullgraph=True)(layout)
+
+
+WRONG = [(message, crow, col) for message, crow, col in VALUES[:4]] + [
+    ("crow[0, 0] must be 0, got -5", ((-5, 1, 2),), ((0, 1),)),
+    ("col[0, 1] must be from 0 to 1, a block column, got -7", ((0, 1, 2),), ((0, -7),)),
+    ("col[0, 1] must be from 0 to 1, a block column, got 2147483647", ((0, 1, 2),), ((0, 2**40),)),
+]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [attend, attend_packed, attend_by_drop_in, attend_by_reference, attend_in_a_graph],
+)
+@pytest.mark.parametrize(("message", "crow", "col"), WRONG, ids=[m for m, _, _ in WRONG])
+def test_calls_on_the_cpu_name_the_wrong_entry(message, crow, col, call):
+    layout = BlockSparseLayout(*(torch.tensor(x) for x in (crow, col)), 16)
+    with pytest.raises(ValueError, match="must") as caught:
+        call(layout)
+    assert str(caught.value) == message
+
+
+def test_calls_take_columns_that_are_no_block_or_repeat():
+    layout = BlockSparseLayout(*csr(((0, 2, 5),), ((0, -1, 1, 0, 1),)), 16)
+    torch.manual_seed(0)
+    got = attend(layout)
+    torch.manual_seed(0)
+    assert torch.equal(got, attend(BlockSparseLayout(*csr(((0, 1, 3),), ((0, 0, 1),)), 16)))

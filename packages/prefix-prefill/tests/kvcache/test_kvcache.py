@@ -433,14 +433,61 @@ def test_wrong_calls_are_named(case):
             {"block_table": [[0] * 7, [1] * 7, [22] * 7]},
             r"block_table\[2, 0\] must be from 0",
         ),
+        (
+            ROWS,
+            {"cache_batch_idx": [2, 0, 2], "cache_seqlens": [9, 30, 4]},
+            r"cache_batch_idx\[2\] must be a row of its own .* 2, which is cache_batch_idx\[0\]",
+        ),
+        (
+            PAGED,
+            {"block_table": [[3] * 7, [1] * 7, [3] * 7], "cache_seqlens": [9, 30, 10]},
+            r"block_table\[\d, \d\] must give new keys slots of their own, got page 3, to whose sl",
+        ),
     ],
-    ids=["long", "negative", "row", "pad", "page"],
+    ids=["long", "negative", "row", "pad", "page", "same row", "same slot"],
 )
-def test_wrong_values_are_named(call, changes, message):
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_wrong_values_are_named_before_the_cache_changes(call, changes, message, in_graph):
     given = make(call, F32, "cpu")
     given |= {n: torch.tensor(x, dtype=torch.int32) for n, x in changes.items()}
+    before = {n: given[n].clone() for n in ("k_cache", "v_cache")}
+    function = flash_attn_with_kvcache
+    if in_graph:
+        function = torch.compile(function, fullgraph=True, backend="eager")
     with pytest.raises(ValueError, match=message):
+        function(**given)
+    for name, x in before.items():
+        torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.eager
+def test_pages_of_earlier_keys_are_checked_before_the_cache_changes():
+    given = make(PAGED, F32, "cpu")
+    before = given["k_cache"].clone()
+    given["block_table"][1, 0] = 99
+    with pytest.raises(ValueError, match=r"block_table\[1, 0\] must be from 0 to num_blocks - 1"):
         flash_attn_with_kvcache(**given)
+    torch.testing.assert_close(given["k_cache"], before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only kernels need rows that lie alike")
+def test_rows_that_lie_unlike_are_refused_before_the_cache_changes():
+    given = make(ROWS._replace(pads=(3, 0, 0)), F32, "cpu")
+    rows, slots, *inner = given["k_cache"].shape
+    wide = given["k_cache"].new_zeros(rows, slots + 1, *inner)[:, :slots]
+    given["k_cache"] = wide
+    before = given["v_cache"].clone()
+    with pytest.raises(NotImplementedError, match="cache_leftpad: k_cache and v_cache must be"):
+        flash_attn_with_kvcache(**given)
+    assert not wide.any()
+    torch.testing.assert_close(given["v_cache"], before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.eager
+def test_sequences_may_share_pages_and_rows_without_new_keys():
+    call = ROWS._replace(new=0)
+    given = make(call, F32, "cpu") | {"cache_batch_idx": torch.tensor([1, 1, 0])}
+    flash_attn_with_kvcache(**given)
 
 
 @pytest.mark.eager

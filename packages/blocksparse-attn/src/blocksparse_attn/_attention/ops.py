@@ -13,6 +13,7 @@ import torch
 from attn_common import detect
 from torch import Tensor
 
+from .._layout.checks import check_csr_values
 from .._layout.kept_lists import (
     NAMESPACE,
     is_capturing,
@@ -108,6 +109,7 @@ def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _check_forward(*arguments: Any) -> None:
     call = structured(ForwardCall, arguments)
+    check_csr_values(*call.common.blocks[:3])
     check_values(call.tensors, call.common.bounds)
 
 
@@ -144,6 +146,7 @@ plan = register(
     fake=_plan_fake,
     kernels=_plan,
     eager=_plan,
+    check=lambda *x: check_csr_values(*structured(PlanCall, x).blocks[:3]),
 )
 forward = register(
     f"{NAMESPACE}::forward",

@@ -148,14 +148,26 @@ def check_mask(mask: Any) -> None:
         )
 
 
-def validate_csr(crow: Tensor, col: Tensor, cols: int) -> None:
+def check_csr_values(crow: Tensor, col: Tensor, cols: int) -> None:
+    """Raise for the first value of CPU tensors that is out of range.
+
+    Columns may be -1 or repeat: these are no errors, and :func:`validate_csr` names them.
+    """
+    used = torch.arange(col.shape[-1], device=col.device) < crow[..., -1:]
+    wrong = (crow[..., 0] != 0).any() | (crow[..., 1:] < crow[..., :-1]).any()
+    wrong |= (crow[..., -1] > col.shape[-1]).any()
+    if wrong | (used & ((col < -1) | (col >= cols))).any():
+        validate_csr(crow, col, cols, least=-1)
+
+
+def validate_csr(crow: Tensor, col: Tensor, cols: int, least: int = 0) -> None:
     """Check the values of ``crow`` and ``col`` on the host; the error names the first wrong one."""
     crow, col = crow.cpu().long(), col.cpu().long()
     for place in itertools.product(*map(range, crow.shape[:-1])):
-        _validate_head(", ".join(map(str, place)), crow[place], col[place], cols)
+        _validate_head(", ".join(map(str, place)), crow[place], col[place], cols, least)
 
 
-def _validate_head(head: str, pointers: Tensor, col: Tensor, cols: int) -> None:
+def _validate_head(head: str, pointers: Tensor, col: Tensor, cols: int, least: int) -> None:
     if int(pointers[0]) != 0:
         raise ValueError(f"crow[{head}, 0] must be 0, got {int(pointers[0])}")
     falls = (pointers[1:] < pointers[:-1]).nonzero()
@@ -170,12 +182,14 @@ def _validate_head(head: str, pointers: Tensor, col: Tensor, cols: int) -> None:
         at = len(pointers) - 1
         raise ValueError(f"crow[{head}, {at}] must be at most the length of col, {nnz}, got {used}")
     here = col[:used]
-    wrong = ((here < 0) | (here >= cols)).nonzero()
+    wrong = ((here < least) | (here >= cols)).nonzero()
     if len(wrong):
         at = int(wrong[0])
         raise ValueError(
             f"col[{head}, {at}] must be from 0 to {cols - 1}, a block column, got {int(here[at])}"
         )
+    if least < 0:
+        return
     row = torch.repeat_interleave(torch.arange(len(pointers) - 1, device="cpu"), pointers.diff())
     pair, order = (row * max(cols, 1) + here).sort(stable=True)
     repeated = (pair[1:] == pair[:-1]).nonzero()

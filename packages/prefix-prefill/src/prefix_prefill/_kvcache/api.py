@@ -217,7 +217,7 @@ def flash_attn_with_kvcache(
         row_plan.run(attend)
     else:
         if append is not None:
-            ops.append_kvcache(*append, *known.append)
+            ops.append_kvcache(*append, *known.append, cache_leftpad, known.attend.window_left)
         ops.attend_kvcache(*attend, *known.attend)
     if lse is None:
         return out

@@ -20,7 +20,7 @@ from .._linked.host.arguments import (
 )
 from .._paged import checks as paged_checks
 from .._paged import tensor_checks
-from .._paged.call import AppendOptions, AppendTensors, RowOptions, RowTensors
+from .._paged.call import AppendTensors, CheckedAppend, RowOptions, RowTensors
 from .._paged.values import check_entry
 
 _ROWS = "[batch_cache, seqlen_cache, heads_k, head_dim]"
@@ -237,14 +237,17 @@ def check_length_of_all(length: int, new: int, capacity: int) -> None:
 # ---- tensor data, which the operators check on the CPU
 
 
-def check_append_values(x: AppendTensors, options: AppendOptions) -> None:
-    """Check lengths, and the pages or rows of new keys."""
+def check_append_values(given: CheckedAppend) -> None:
+    """Check lengths, left padding, and the pages or rows of new and of visible keys."""
+    x, options = given.call
     lengths = x.cache_seqlens.tolist()
-    new = len(x.k) // max(1, len(lengths))
-    _check_lengths(lengths, new, room(x))
-    _check_pages(x, [(n, n + new) for n in lengths])
+    new, queries = (len(t) // max(1, len(lengths)) for t in (x.k, x.q))
+    _check_keys(x, given.cache_leftpad, new, queries, given.window_left)
+    appended = [(n, n + new) for n in lengths]
+    _check_pages(x, appended)
+    _check_slots(x, appended)
     if x.rotary_cos is not None:
-        queries = len(x.q) // max(1, len(lengths)) if options.moving else 1
+        queries = queries if options.moving else 1
         for b, length in enumerate(lengths):
             if length + queries > x.rotary_cos.shape[0]:
                 raise ValueError(
@@ -255,19 +258,25 @@ def check_append_values(x: AppendTensors, options: AppendOptions) -> None:
 
 def check_row_values(x: RowTensors, options: RowOptions) -> None:
     """Check lengths, left padding, and the pages or rows of visible keys."""
+    queries = len(x.q) // max(1, len(x.cache_seqlens))
+    _check_keys(x, x.cache_leftpad, options.new, queries, options.window_left)
+
+
+def _check_keys(
+    x: AppendTensors | RowTensors, pads: Tensor | None, new: int, queries: int, window_left: int
+) -> None:
     lengths = x.cache_seqlens.tolist()
-    _check_lengths(lengths, options.new, room(x))
-    pads = [0] * len(lengths) if x.cache_leftpad is None else x.cache_leftpad.tolist()
-    for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
+    _check_lengths(lengths, new, room(x))
+    given = [0] * len(lengths) if pads is None else pads.tolist()
+    for b, (pad, length) in enumerate(zip(given, lengths, strict=True)):
         if not 0 <= pad <= length:
             raise ValueError(
                 f"cache_leftpad[{b}] must be from 0 to cache_seqlens[{b}], {length}, got {pad}"
             )
-    queries = len(x.q) // max(1, len(lengths))
     seen = []
     for length in lengths:
-        last = length + options.new
-        first = last - queries - options.window_left if options.window_left >= 0 else 0
+        last = length + new
+        first = last - queries - window_left if window_left >= 0 else 0
         seen.append((min(max(0, first), last), last))
     _check_pages(x, seen)
 
@@ -292,3 +301,29 @@ def _check_pages(x: AppendTensors | RowTensors, keys: list[tuple[int, int]]) -> 
     elif x.cache_batch_idx is not None:
         for b, row in enumerate(x.cache_batch_idx.tolist()):
             check_entry(f"cache_batch_idx[{b}]", row, count, "batch_cache")
+
+
+def _check_slots(x: AppendTensors, keys: list[tuple[int, int]]) -> None:
+    """Check that new keys of a sequence go to a row of its own, or all to slots of their own."""
+    taken: dict[tuple[int, int], int] = {}
+    size = x.k_cache.shape[1]
+    if x.block_table is not None:
+        table = x.block_table.tolist()
+        for b, (first, last) in enumerate(keys):
+            for key in range(first, last):
+                page, slot = table[b][key // size], key % size
+                if (page, slot) in taken:
+                    raise ValueError(
+                        f"block_table[{b}, {key // size}] must give new keys slots of their own, "
+                        f"got page {page}, to whose slot {slot} a new key of sequence "
+                        f"{taken[page, slot]} goes"
+                    )
+                taken[page, slot] = b
+    elif x.cache_batch_idx is not None and len(x.k):
+        for b, row in enumerate(x.cache_batch_idx.tolist()):
+            if (row, 0) in taken:
+                raise ValueError(
+                    f"cache_batch_idx[{b}] must be a row of its own where keys are written, got "
+                    f"{row}, which is cache_batch_idx[{taken[row, 0]}]"
+                )
+            taken[row, 0] = b

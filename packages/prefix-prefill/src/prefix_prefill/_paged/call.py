@@ -145,10 +145,21 @@ class AppendOptions(NamedTuple):
 
 
 class AppendCall(NamedTuple):
-    """The arguments of the append operator."""
+    """The arguments of the append operator that its implementations take."""
 
     tensors: AppendTensors
     options: AppendOptions
+
+
+class CheckedAppend(NamedTuple):
+    """All arguments of the append operator; the last are those of the attention that follows.
+
+    What that would refuse is refused before anything is written.
+    """
+
+    call: AppendCall
+    cache_leftpad: Tensor | None = None
+    window_left: int = -1
 
 
 class RowTensors(NamedTuple):

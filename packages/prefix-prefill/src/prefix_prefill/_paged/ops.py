@@ -19,6 +19,7 @@ from .call import (
     AppendPlan,
     AppendTensors,
     Call,
+    CheckedAppend,
     Options,
     Plan,
     RowCall,
@@ -117,11 +118,11 @@ merge_states = register(
 )
 append_kvcache = register(
     f"{NAMESPACE}::append_kvcache",
-    f"({schema_of(AppendCall)}) -> ()",
+    f"({schema_of(AppendCall)}, Tensor? cache_leftpad=None, SymInt window_left=-1) -> ()",
     fake=_nothing,
     kernels=_append_triton,
     eager=lambda *x: kvcache_eager.append(*structured(AppendCall, x)),
-    check=lambda *x: check_append_values(*structured(AppendCall, x)),
+    check=lambda *x: check_append_values(structured(CheckedAppend, x)),
 )
 attend_kvcache = register(
     f"{NAMESPACE}::attend_kvcache",

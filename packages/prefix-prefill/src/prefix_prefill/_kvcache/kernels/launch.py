@@ -19,9 +19,9 @@ from ..._linked.host.operators import structured
 from ..._linked.launch.entries import flat
 from ..._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from ..._paged.call import (
-    AppendCall,
     AppendOptions,
     AppendTensors,
+    CheckedAppend,
     Plan,
     RowCall,
     RowOptions,
@@ -45,7 +45,10 @@ MAX_INT32 = 2**31 - 1
 
 def launch_append(*arguments: Any) -> None:
     """Run the operator that appends to a cache on checked inputs."""
-    x, options = structured(AppendCall, arguments)
+    (x, options), cache_leftpad, _ = structured(CheckedAppend, arguments)
+    if cache_leftpad is not None:
+        # raises now if the attention that follows would
+        pages_of_rows(x, cache_leftpad)
     x = x._replace(q=aligned(x.q), k=aligned(x.k), v=aligned(x.v))
     AppendPlan(x, options).run(x)
 
@@ -150,7 +153,7 @@ class RowPlan:
         self._has_table = x.block_table is not None
         self._room = room(x)
         self._fill = Launch(pages_kernel, {"BLOCK": ENTRIES, "num_warps": 4, "num_stages": 1})
-        pages = None if self._has_table else pages_of_rows(x)
+        pages = None if self._has_table else pages_of_rows(x, x.cache_leftpad)
         self._views = None
         counts = PageNumbers(seqlen_q=self._seqlen_q, new=options.new)
         if pages is not None:
@@ -206,7 +209,7 @@ class RowPlan:
         self._attention.run(y, self._seqlen_q, self._room)
 
 
-def pages_of_rows(x: RowTensors) -> Pages:
+def pages_of_rows(x: AppendTensors | RowTensors, cache_leftpad: Tensor | None) -> Pages:
     """Return a cache of rows as ``Pages``; if that is impossible, one page per row."""
     rows, slots, _, _ = x.k_cache.shape
     caches = _caches(x)
@@ -214,7 +217,7 @@ def pages_of_rows(x: RowTensors) -> Pages:
     ratio = ratios.pop()
     # page numbers are int32, and the same for keys, values and scales
     if ratio is None or ratios or (total := (rows - 1) * ratio + slots) > MAX_INT32:
-        if x.cache_leftpad is not None:
+        if cache_leftpad is not None:
             raise NotImplementedError(
                 "cache_leftpad: k_cache and v_cache must be alike in how many slots their rows lie "
                 f"apart, got strides {x.k_cache.stride()} and {x.v_cache.stride()}"
@@ -232,7 +235,7 @@ def pages_of_rows(x: RowTensors) -> Pages:
     return Pages(*views, ratio, page, cdiv(slots, page))
 
 
-def _caches(x: RowTensors) -> tuple[Tensor | None, ...]:
+def _caches(x: AppendTensors | RowTensors) -> tuple[Tensor | None, ...]:
     return x.k_cache, x.v_cache, x.k_scale_cache, x.v_scale_cache
 
 
