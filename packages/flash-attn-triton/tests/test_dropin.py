@@ -424,3 +424,16 @@ def test_scales_in_tensors_are_checked_as_numbers_are(value):
     for scale in (value, torch.tensor([value])):
         with pytest.raises(ValueError, match="fp8_scales: that of k must be positive and finite"):
             call(tensors, fp8_scales=(1.0, scale, 1.0, 1.0))
+
+
+@pytest.mark.eager
+def test_what_would_lose_a_gradient_is_named():
+    tensors = make(torch.float32, "cpu")
+    o = torch.zeros(40, 4, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^o must not require a gradient"):
+        call(tensors, o)
+    assert not o.any()
+    scales = 1.0, 1.0, torch.ones(1, requires_grad=True), 1.0
+    message = r"^fp8_scales: that of v must not require a gradient"
+    with pytest.raises(NotImplementedError, match=message):
+        call(tensors, torch.zeros(40, 4, 16), fp8_scales=scales)

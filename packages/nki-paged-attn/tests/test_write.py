@@ -126,3 +126,15 @@ def test_a_cache_that_shares_memory_is_not_written():
     right = as_strided(memory, shape, tuple(4 * s for s in (8, 64, 64, 16, 1)))
     reshape_and_cache(new, 2 * new, right, SLOT)
     np.testing.assert_array_equal(memory[:17], [1.0] * 8 + [2.0] * 8 + [0.0])
+
+
+def test_a_cache_that_requires_a_gradient_is_not_written():
+    torch = pytest.importorskip("torch")
+    case, _ = make([5], [20])
+    cache = torch.from_numpy(case.kv_cache.copy()).requires_grad_()
+    message = "kv_cache must not require a gradient, for it is written; got requires_grad=True"
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(case.q, case.k, case.v, cache, *case.tensors[4:], write_cache=True)
+    with pytest.raises(NotImplementedError, match=message):
+        reshape_and_cache(case.k[:1], case.v[:1], cache, SLOT)
+    np.testing.assert_array_equal(cache.detach().numpy(), case.kv_cache)

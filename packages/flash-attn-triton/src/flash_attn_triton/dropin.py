@@ -139,6 +139,7 @@ def _output_dtype(
     if o.device != q.device:
         raise ValueError(f"o must be on the device of q, {q.device}, got {o.device}")
     check_no_overlap("o", o)
+    arguments.check_no_gradient("o", o)
     is_fp8 = o.dtype in arguments.FP8_DTYPES
     if is_fp8:
         expected = arguments.check_fp8_hardware("o", q.device)
@@ -201,9 +202,11 @@ def _quantised(
 def _check_scale(name: str, scale: float | Tensor) -> None:
     if not isinstance(scale, Tensor):
         arguments.check_fp8_scale(name, scale)
-    elif not scale.dtype.is_floating_point:
+        return
+    arguments.check_no_gradient(name, scale)
+    if not scale.dtype.is_floating_point:
         raise TypeError(f"{name} must be of a float dtype, got {scale.dtype}")
-    elif scale.numel() != 1:
+    if scale.numel() != 1:
         raise ValueError(f"{name} must have one element, got {list(scale.shape)}")
-    elif scale.is_cpu and not is_watched():
+    if scale.is_cpu and not is_watched():
         arguments.check_fp8_scale(name, scale.item())

@@ -161,7 +161,8 @@ def lightning_attn_varlen_func(
             q, v, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state
         )
         if state_cache is not None:
-            checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
+            given = {"q": q, "k": k, "v": v, "decay": decay, "state_cache": state_cache}
+            checks.check_no_gradient("state_cache", **given)
         known = Checked(Options(scale, schedule, output_final_state))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     if state_cache is None:
@@ -238,7 +239,8 @@ def lightning_attn_decode(
         known = CheckedStep(checks.check_scale_of(q, scale))
         check_tensor("slot_idx", slot_idx)
         checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
-        checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
+        given = {"q": q, "k": k, "v": v, "state_cache": state_cache, "decay": decay}
+        checks.check_no_gradient("lightning_attn_decode", **given, out=out, states_out=states_out)
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     target = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
     x = StepTensors(target, q, k, v, state_cache, rates, slot_idx, states_out)

@@ -54,7 +54,8 @@ def lightning_attention(
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if kv_history is not None:
         checks.check_initial_state("kv_history", kv_history, q.shape[0], q, v)
-    checks.check_no_gradient("lightning_attention", q, k, v, ed, kv_history)
+    given = {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history}
+    checks.check_no_gradient("lightning_attention", **given)
     out, states = ops.forward_with_states(q, k, v, rates, kv_history, 1.0, block_size)
     return out.transpose(1, 2), states
 

@@ -220,3 +220,16 @@ def test_the_reference_refuses_overlaps_too(device):
     wide = cache[:1].expand_as(cache)
     with pytest.raises(ValueError, match="state_cache must not be expanded"):
         lightning_attention_decode_reference(q, k, v, wide, decay, slots)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("name", ["q", "k", "v", "state_cache", "decay", "out", "states_out"])
+def test_what_requires_a_gradient_is_named(name, device):
+    q, k, v, cache, decay, slots = make(torch.float32, device, d=16, e=16)
+    given = {"q": q, "k": k, "v": v, "state_cache": cache, "decay": decay, "slot_idx": slots}
+    given |= {"out": torch.zeros_like(q), "states_out": cache.new_zeros(3, 1, 2, 16, 16)}
+    given[name] = given[name].clone().requires_grad_()
+    before = given[name].detach().clone()
+    with pytest.raises(NotImplementedError, match=f"got requires_grad=True of {name}$"):
+        lightning_attn_decode(**given)
+    assert torch.equal(given[name].detach(), before)

@@ -25,7 +25,7 @@ from ._paged.checks import (
 from ._paged.devices import Described, describe, find_device, launch_prepared, prepare
 from ._paged.forms import Buckets, check_buckets
 from ._paged.launch import launch_form
-from .sim.arrays import is_tensor, like, to_array
+from .sim.arrays import check_no_gradient, is_tensor, like, to_array
 
 
 def paged_attention(
@@ -158,7 +158,12 @@ def check_writable(kv_cache: Any, packed_keys: bool) -> None:
     if isinstance(kv_cache, np.ndarray):
         if not kv_cache.flags.writeable:
             raise ValueError("kv_cache must be writable for write_cache, got a read-only array")
-    elif not is_tensor(kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache):
+        return
+    for name, x in (
+        name_halves(kv_cache) if isinstance(kv_cache, tuple) else (("kv_cache", kv_cache),)
+    ):
+        check_no_gradient(name, x)
+    if not is_tensor(kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache):
         raise NotImplementedError(
             f"write_cache needs a cache that changes in place, got {type(kv_cache).__name__}"
         )

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ._paged.checks import FP8, check_apart, check_cache, check_dtypes, check_packing
-from .sim.arrays import Array, to_array
+from .sim.arrays import Array, check_no_gradient, to_array
 
 
 def pack_keys(cache: Array) -> Array:
@@ -48,6 +48,7 @@ def reshape_and_cache(
     keys, values, cache = (
         to_array(n, x) for n, x in (("key", key), ("value", value), ("kv_cache", kv_cache))
     )
+    check_no_gradient("kv_cache", kv_cache)
     check_dtypes(("key", keys), {"value": values}, cache)
     if keys.ndim != 3:
         raise ValueError(f"key must be [tokens, kv_heads, head_dim], got {list(keys.shape)}")

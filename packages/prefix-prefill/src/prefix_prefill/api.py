@@ -183,7 +183,22 @@ def paged_attn_func(
         paged_checks.check_descales(k_cache, k_descale, v_descale)
         head_dim_v = head_dim_of_values(k_cache, v_cache)
         dtype = paged_checks.check_out(q, head_dim_v, out, out_scale)
-        paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        paged_checks.check_no_gradients(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k=k,
+            v=v,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            out=out,
+            out_scale=out_scale,
+            k_scale_cache=k_scale_cache,
+            v_scale_cache=v_scale_cache,
+        )
         if tree_mask is not None:
             paged_checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
             # the tree replaces the causal mask
@@ -274,7 +289,7 @@ def reshape_and_cache(
         names = "k_scale", "v_scale"
         cache_checks.check_cache_inputs(*x[:7], kv_dtype)
         check_scale_caches(k_cache, *scales[2:], kv_dtype, *scales[:2], names=names)
-        paged_checks.check_no_gradients(k, v, k_cache, v_cache)
+        paged_checks.check_no_gradients(**x._asdict())
         plan = None if form is None else ops.write_plan_of(x)
         if plan is None:
             ops.reshape_and_cache(*x)

@@ -102,7 +102,22 @@ def shared_prefix_attn_func(
     paged_checks.check_shared_scales(q_descale, k_descale, v_descale)
     head_dim_v = head_dim_of_values(k_cache, v_cache)
     dtype = paged_checks.check_out(q, head_dim_v, out, out_scale)
-    paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+    paged_checks.check_no_gradients(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out=out,
+        out_scale=out_scale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+    )
     tokens, heads_q, _ = q.shape
     device, shape = q.device, (tokens, heads_q, head_dim_v)
     if out is None:

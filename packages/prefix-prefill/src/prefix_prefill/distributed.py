@@ -97,7 +97,16 @@ def paged_attn_func(
     paged_checks.check_descales(k_cache, k_descale, v_descale)
     head_dim_v = head_dim_of_values(k_cache, v_cache)
     dtype = paged_checks.check_out(q, head_dim_v, None, None)
-    paged_checks.check_no_gradients(q, k_cache, v_cache, alibi_slopes, sinks)
+    paged_checks.check_no_gradients(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
     if alibi_slopes is not None and not causal:
         raise NotImplementedError(
             "alibi_slopes must be None over several ranks unless causal, got Tensor"

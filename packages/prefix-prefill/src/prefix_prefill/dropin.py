@@ -229,7 +229,20 @@ def _attend(
         paged_checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
         head_dim_v = head_dim_of_values(k_cache, v_cache)
         dtype = paged_checks.check_out(q, head_dim_v, o, out_scale)
-        paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        paged_checks.check_no_gradients(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k=k,
+            v=v,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            # also those that are ignored
+            k_descale=cache[2],
+            v_descale=cache[3],
+            out=o,
+            out_scale=out_scale,
+        )
         if invariant:
             rounds_new = k is not None and k_cache.dtype != k.dtype
             paged_checks.check_invariant(

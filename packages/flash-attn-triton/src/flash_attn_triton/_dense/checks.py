@@ -181,11 +181,12 @@ def check_low_precision(x: Tensors, batch: int, out_dtype: torch.dtype | None) -
                 f"out_scale must be None unless out_dtype is FP8, which is {out_dtype}"
             )
     if (is_fp8 or out_dtype in FP8_DTYPES) and torch.is_grad_enabled():
-        for t in (q, x.k, x.v, x.bias, x.sinks):
+        for name in ("q", "k", "v", "bias", "sinks"):
+            t = getattr(x, name)
             if t is not None and t.requires_grad:
                 raise NotImplementedError(
                     "FP8 has no gradient: inputs must not require one with FP8 inputs or an FP8 "
-                    "out_dtype, got requires_grad=True"
+                    f"out_dtype, got requires_grad=True of {name}"
                 )
     return out_dtype
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._dense import ops
 from .._dense.call import BackwardCall, Options, Tensors
 from .._linked.host.arguments import FP8_DTYPES
+from .._linked.host.overlap import check_no_overlap
 
 
 class Forward(NamedTuple):
@@ -200,6 +201,7 @@ def _forward(x: Forward, *descales: Tensor | None) -> Results:
 def _flash_attention_forward_no_dropout_inplace(out: Tensor, *given: Any, **options: Any) -> Tensor:
     if Forward(*given).dropout_p > 0.0:
         _refuse("dropout into a given output")
+    check_no_overlap("out", out)
     result, lse, *_ = _flash_attention_forward(*given, **options)
     out.copy_(result)
     return lse

@@ -248,14 +248,16 @@ def check_decode(
         check_no_overlap("states_out", states_out)
 
 
-def check_no_gradient(what: str, *tensors: Tensor | None) -> None:
-    """Raise if an input requires a gradient, which would not be computed."""
+def check_no_gradient(what: str, **tensors: Tensor | None) -> None:
+    """Raise if an argument requires a gradient, which would not be computed."""
     if not torch.is_grad_enabled():
         return
-    if any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            f"{what} has no gradient: its inputs must not require one, got requires_grad=True"
-        )
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(
+                f"{what} has no gradient: its inputs must not require one, got requires_grad=True "
+                f"of {name}"
+            )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str) -> None:

@@ -8,6 +8,7 @@ is rounded to the output's dtype.
 import torch
 from torch import Tensor
 
+from .._linked.host.arguments import check_no_gradient
 from .._linked.host.operators import check_written
 from .call import CachedTensors, StepTensors
 from .checks import check_reference
@@ -87,6 +88,7 @@ def lightning_attention_varlen_reference(
     if state_cache is not None:
         given = decay, cu_seqlens, state_cache, state_indices, has_initial_state
         check_written(CachedTensors(q, k, v, *given))
+        check_no_gradient("state_cache", state_cache)
     batch = cu_seqlens.shape[0] - 1
     starts = cu_seqlens.tolist()
     slots = list(range(batch)) if state_indices is None else state_indices.tolist()
@@ -153,6 +155,9 @@ def lightning_attention_decode_reference(
     check_reference(q, k, v, 4)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     check_written(StepTensors(out, q, k, v, state_cache, decay, slot_idx, states_out))
+    for name, x in (("state_cache", state_cache), ("states_out", states_out)):
+        if x is not None:
+            check_no_gradient(name, x)
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue

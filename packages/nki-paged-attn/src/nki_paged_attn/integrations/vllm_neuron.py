@@ -33,7 +33,7 @@ from .._paged.checks import (
     check_writes,
 )
 from .._paged.forms import Buckets, check_buckets
-from ..sim.arrays import to_array
+from ..sim.arrays import check_no_gradient, to_array
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CACHE_DTYPES = (*DTYPES, *(getattr(torch, name) for name in FP8 if hasattr(torch, name)))
@@ -93,6 +93,8 @@ class Step:
         for name, x in {"query": query, **new}.items():
             if x.dtype != self.dtype:
                 raise TypeError(f"{name} must be {self.dtype} in this step, got {x.dtype}")
+        for name, x in caches.items():
+            check_no_gradient(name, x)
         first = next(iter(caches.values())).dtype
         for name, x in caches.items():
             if x.dtype not in CACHE_DTYPES or x.dtype != first:

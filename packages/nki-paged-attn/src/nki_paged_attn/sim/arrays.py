@@ -24,6 +24,14 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def check_no_gradient(name: str, x: Any) -> None:
+    """Check that a tensor to be written requires no gradient."""
+    if is_tensor(x) and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} must not require a gradient, for it is written; got requires_grad=True"
+        )
+
+
 def to_array(name: str, x: Any) -> Array:
     """Return a NumPy array; of a PyTorch tensor on the CPU a view of its memory."""
     if isinstance(x, np.ndarray):

@@ -94,7 +94,7 @@ def check(x: Given, cache_seqlens: Any, kv_dtype: str | None) -> None:
         None,
         None,
     )
-    paged_checks.check_no_gradients(*x)
+    paged_checks.check_no_gradients(**x._asdict())
 
 
 def _check_caches(x: Given, kv_dtype: str | None) -> None:

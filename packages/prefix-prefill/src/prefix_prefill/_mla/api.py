@@ -106,7 +106,8 @@ def mla_attn_func(
     if known is None:
         check_mla_descales(q, kv_cache, q_descale, kv_descale)
         dtype = check_mla_out(q, out, head_dim_v)
-        check_no_gradients(q, kv_cache)
+        given = {"q": q, "kv_cache": kv_cache, "q_descale": q_descale, "kv_descale": kv_descale}
+        check_no_gradients(**given, out=out)
         known = MlaChecked(options, dtype)
     tokens, heads = q.shape[:2]
     is_given = out is not None
@@ -166,7 +167,7 @@ def mla_cache_write(
     x = MlaWriteTensors(kv_c, k_pe, kv_cache, slot_mapping, scale)
     if plan is None:
         check_mla_write(x)
-        check_no_gradients(kv_c, k_pe, kv_cache)
+        check_no_gradients(**x._asdict())
         plan = None if form is None else ops.mla_write_plan_of(x)
         if plan is None:
             ops.mla_cache_write(*x)

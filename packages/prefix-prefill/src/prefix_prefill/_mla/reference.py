@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._cache.layout import gather_pages
-from .._linked.host.arguments import as_int32, check_tensor
+from .._linked.host.arguments import as_int32, check_no_gradient, check_tensor
 from .._linked.host.overlap import check_no_overlap
 from .._paged.checks import check_table
 from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
@@ -67,6 +67,7 @@ def mla_attention_reference(
     result = result.to(target.dtype)
     if out is not None:
         check_no_overlap("out", out)
+        check_no_gradient("out", out)
         result = out.copy_(result)
     return (result, lse) if return_lse else result
 

@@ -320,13 +320,16 @@ def check_out(
     return out.dtype
 
 
-def check_no_gradients(*tensors: Tensor | None) -> None:
-    """Check that no input requires a gradient, because no function here has a backward."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            "attention over a paged cache has no gradient: inputs must not require one, got "
-            "requires_grad=True"
-        )
+def check_no_gradients(**tensors: Tensor | None) -> None:
+    """Check that no argument requires a gradient, because no function here has a backward."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(
+                f"attention over a paged cache has no gradient: {name} must not require one, got "
+                "requires_grad=True"
+            )
 
 
 def check_reference(

@@ -61,4 +61,4 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
         if x.shape != expected:
             raise ValueError(f"{name} must be {list(expected)}, got {list(x.shape)}")
-    checks.check_no_gradients(out_a, lse_a, out_b, lse_b)
+    checks.check_no_gradients(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)

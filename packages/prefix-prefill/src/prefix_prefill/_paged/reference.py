@@ -15,7 +15,7 @@ from torch import Tensor
 from .._cache.checks import check_kv_dtype, stored_view
 from .._cache.layout import gather_pages, head_dim_of_values, is_packed
 from .._cache.scales import check_scale_caches
-from .._linked.host.arguments import MAX_WINDOW
+from .._linked.host.arguments import MAX_WINDOW, check_no_gradient
 from .._linked.host.overlap import check_no_overlap
 from .call import Options, Tensors
 from .checks import check_reference, check_tree
@@ -99,6 +99,7 @@ def paged_attention_reference(
     result = round_output(result, dtype, out_scale)
     if out is not None:
         check_no_overlap("out", out)
+        check_no_gradient("out", out)
         result = out.copy_(result)
     return (result, lse) if return_lse else result
 
