@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from blocksparse_attn import (
     BlockSparseLayout,
     TokenRule,
     blocksparse_attention_reference,
+    blocksparse_attn_func,
+    blocksparse_attn_varlen_func,
     patterns,
 )
 from blocksparse_attn.integrations import flex_attention as from_module
@@ -108,8 +112,67 @@ def test_masks_that_a_layout_says(rule, seqlen, few, device, monkeypatch):
     is_causal = rule in (causal, causal_blocks)
     assert (layout.token_bounds is None) == (is_causal or rule is blocks)
     # a row that sees no key is NaN there
-    got = blocksparse_attention_reference(q, k, v, layout, causal=is_causal)
-    torch.testing.assert_close(got, want.nan_to_num(), rtol=1e-12, atol=1e-12)
+    shows_later = bool((kept & (position > position[:, None])).any())
+    assert layout.causal is (True if is_causal else False if shows_later else None)
+    for flag in (False,) if shows_later else (False, True):
+        got = blocksparse_attention_reference(q, k, v, layout, causal=flag)
+        torch.testing.assert_close(got, want.nan_to_num(), rtol=1e-12, atol=1e-12)
+    if shows_later:
+        with pytest.raises(ValueError, match="causal must be False for the layout of a block mask"):
+            blocksparse_attention_reference(q, k, v, layout)
+
+
+def causal_in_blocks(b, h, q, k):
+    return q // 32 >= k // 32
+
+
+def of_32(rule, device):
+    return create_block_mask(rule, None, None, 128, 128, device=device, BLOCK_SIZE=32)
+
+
+def test_a_causal_mask_and_one_of_whole_blocks_differ(device):
+    """They keep the same blocks; each is right with the call's ``causal=False``."""
+    layouts = {rule: from_block_mask(of_32(rule, device)) for rule in (causal, causal_in_blocks)}
+    first, second = layouts.values()
+    assert torch.equal(first.to_dense(), second.to_dense())
+    assert first != second
+    m = Maker(device, torch.float32)
+    q, k, v = (m.randn(1, 128, 2, 32) for _ in range(3))
+    position = torch.arange(128, device=device)
+    for rule, layout in layouts.items():
+        kept = rule(0, 0, position[:, None], position)
+        x = (t.transpose(1, 2) for t in (q, k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(*x, kept).transpose(1, 2)
+        got = blocksparse_attn_func(q, k, v, layout, causal=False)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    starts = torch.tensor([0, 128], dtype=torch.int32, device=device)
+    packed = q[0], k[0], v[0], starts, starts, 128, 128
+    calls = (
+        lambda layout: blocksparse_attn_func(q, k, v, layout),
+        lambda layout: blocksparse_attn_varlen_func(*packed, layout),
+        lambda layout: layout.prepare(2, 2, 32, torch.float32),
+        lambda layout: to_block_mask(layout, 128),
+    )
+    for call in calls:
+        call(first)
+        with pytest.raises(ValueError, match="causal must be False for the layout of a block mask"):
+            call(second)
+
+
+def test_what_a_mask_says_of_later_keys_stays_with_the_layout(device, tmp_path):
+    made = [from_block_mask(of_32(rule, device)) for rule in (causal, causal_in_blocks)]
+    for layout in made:
+        layout.save(tmp_path / "layout.pt")
+        copies = pickle.loads(pickle.dumps(layout)), BlockSparseLayout.load(tmp_path / "layout.pt")
+        assert {one.causal for one in copies} == {layout.causal}
+        assert layout.to("meta").causal is layout.causal
+        assert BlockSparseLayout.batched([layout, layout]).causal is layout.causal
+        assert layout.with_token_rule(None).causal is None
+        # what is made of blocks alone leaves it to the call
+        assert BlockSparseLayout.from_dense(layout.to_dense(), 32) == layout
+    with pytest.raises(ValueError, match=r"causal of layouts\[1\] must be that of the first, True"):
+        BlockSparseLayout.batched(made)
+    assert from_block_mask(of_32(causal_in_blocks, device), approximate=True).causal is None
 
 
 def test_a_mask_that_looks_tokens_up(device):
@@ -175,8 +238,6 @@ def test_compiled_flex_agrees(device):
     m = Maker(device, torch.bfloat16)
     q, k, v = (m.randn(1, 1024, 4, 64) for _ in range(3))
     want = torch.compile(attend_flex)(q, k, v, to_block_mask(layout, 1024))
-    from blocksparse_attn import blocksparse_attn_func
-
     got = blocksparse_attn_func(q, k, v, layout)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 

@@ -89,7 +89,8 @@ def blocksparse_attn_func(
     known = None if form is None else layout._calls.get(form)
     if known is None:
         checks.check_qkv(q, k, v, 4)
-        options = checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+        is_causal = layout._causal_of(causal)
+        options = checks.check_options(q, softmax_scale, is_causal, num_splits, return_lse, align)
         check_flag("deterministic", deterministic)
         checks.check_layout(layout, q, k, q.shape[0])
     bounds = Bounds(q.shape[1], k.shape[1])
@@ -176,7 +177,8 @@ def blocksparse_attn_varlen_func(
     known = None if form is None else layout._calls.get(form)
     if known is None:
         checks.check_qkv(q, k, v, 3, paged=block_table is not None)
-        options = checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+        is_causal = layout._causal_of(causal)
+        options = checks.check_options(q, softmax_scale, is_causal, num_splits, return_lse, align)
         check_flag("deterministic", deterministic)
         batch = arguments.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
         if block_table is not None:

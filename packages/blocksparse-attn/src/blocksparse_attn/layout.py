@@ -174,10 +174,23 @@ class BlockSparseLayout:
         Args:
             token_rule: which keys of the kept blocks each query sees; None: all.
         """
-        return self._with_bounds(None if token_rule is None else self._bounds_of(token_rule))
+        return self._of_mask(None if token_rule is None else self._bounds_of(token_rule), None)
 
-    def _with_bounds(self, bounds: Tensor | None) -> BlockSparseLayout:
-        return self._make(*self._state._replace(rule=bounds))
+    def _of_mask(self, bounds: Tensor | None, causal: bool | None) -> BlockSparseLayout:
+        """Return a layout of the same blocks with these bounds of tokens and this ``causal``."""
+        return self._make(*self._state._replace(rule=bounds, causal=causal))
+
+    def _causal_of(self, causal: bool) -> bool:
+        """Return whether a call is causal; raise where that would mean another mask."""
+        own = self._state.causal
+        if own is None or not isinstance(causal, bool):
+            return causal
+        if causal and not own:
+            raise ValueError(
+                "causal must be False for the layout of a block mask that shows keys after a query,"
+                " got True"
+            )
+        return own
 
     @classmethod
     def from_indices(
@@ -334,6 +347,15 @@ class BlockSparseLayout:
         return self._state.batch or None
 
     @property
+    def causal(self) -> bool | None:
+        """What the mask of which the layout was made says about keys after a query.
+
+        True: it hides all of them, so that every call is causal. False: it shows some, so that
+        calls with ``causal=True`` raise. None: the call says.
+        """
+        return self._state.causal
+
+    @property
     def token_bounds(self) -> Tensor | None:
         """First and last key that each position sees, as ``TokenRule.bounds``; None: all keys."""
         return None if self._rule is None else self._rule.clone()
@@ -455,6 +477,7 @@ class BlockSparseLayout:
         check_calls(self.num_heads, heads_q, heads_k, head_dim, dtype)
         for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
             check_flag(name, flag)
+        causal = self._causal_of(causal)
         form = ListForm(heads_q // heads_k, head_dim, dtype.itemsize, causal)
         self._check_on_cpu()
         lists = self._for_heads(heads_q)._lists
@@ -465,7 +488,10 @@ class BlockSparseLayout:
         return self.block_size, self.num_cols, self.num_heads, self.num_rows, self.batch
 
     def __eq__(self, other: object) -> bool:
-        """Compare the kept blocks, also across devices; waits for the device."""
+        """Compare the kept blocks, also across devices; waits for the device.
+
+        Layouts whose ``causal`` is True and False differ; one whose is None equals both.
+        """
         if self is other:
             return True
         if not isinstance(other, BlockSparseLayout):

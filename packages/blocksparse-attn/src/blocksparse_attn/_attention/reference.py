@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layout import BlockSparseLayout
 from .call import Bounds, Options
-from .checks import check_cover, check_layout, check_options, check_reference
+from .checks import check_cover, check_is_layout, check_layout, check_options, check_reference
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -37,6 +37,8 @@ def blocksparse_attention_reference(
     any float dtype, including float64; the log-sum-exp is float64 for float64 inputs.
     """
     check_reference(q, k, v, 4)
+    check_is_layout(layout)
+    causal = layout._causal_of(causal)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     batch, seqlen_q, heads_q, _ = q.shape
     check_layout(layout, q, k, batch)
@@ -72,6 +74,8 @@ def blocksparse_varlen_attention_reference(
     :func:`blocksparse_attention_reference`. The host reads the offsets and the page numbers.
     """
     check_reference(q, k, v, 3, block_table is not None)
+    check_is_layout(layout)
+    causal = layout._causal_of(causal)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
     bounds = Bounds(max_seqlen_q, max_seqlen_k)

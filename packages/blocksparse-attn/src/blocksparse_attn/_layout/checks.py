@@ -130,6 +130,12 @@ def check_alike(layouts: Any) -> None:
             raise ValueError(f"layouts[{i}] must not be of a batch itself, got batch {one.batch}")
         if one._rule is not None and len(one._rule) > 1:
             raise ValueError(f"layouts[{i}] must have one token rule, got {len(one._rule)}")
+        # what is right with ``causal=False`` alone may join what leaves it to the call
+        if (one.causal is True) != (first.causal is True):
+            raise ValueError(
+                f"causal of layouts[{i}] must be that of the first, {first.causal}, got "
+                f"{one.causal}"
+            )
         for name in ("block_size", "num_rows", "num_cols", "num_heads", "device"):
             got, want = getattr(one, name), getattr(first, name)
             if got != want:

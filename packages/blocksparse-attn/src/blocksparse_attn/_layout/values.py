@@ -26,6 +26,7 @@ class State(NamedTuple):
     rows_alike: bool = False
     batch: int = 0  # number of sequences if each has its own layout, else 0
     rule: Tensor | None = None  # see ``TokenRule.bounds``
+    causal: bool | None = None  # see ``BlockSparseLayout.causal``
 
 
 def of_heads(x: Tensor, heads: int, batch: int) -> Tensor:
@@ -53,6 +54,7 @@ def joined(states: list[State]) -> State:
         max_row=max(one.max_row or 0 for one in states),
         rows_alike=all(one.rows_alike for one in states),
         batch=len(states),
+        causal=next((one.causal for one in states if one.causal is not None), None),
         rule=_joined_rules([one.rule for one in states], crow, first.block_size[0]),
     )
 
@@ -75,6 +77,8 @@ def _canonical(crow: Tensor, col: Tensor, cols: int) -> tuple[Tensor, Tensor]:
 def are_equal(mine: State, other: State) -> bool:
     """Say whether two layouts of the same shape keep the same blocks."""
     if not _has_same_rule(mine.rule, other.rule):
+        return False
+    if mine.causal is not None and other.causal is not None and mine.causal != other.causal:
         return False
     kept = []
     for state in (mine, other):
@@ -109,8 +113,8 @@ def write(path: str | os.PathLike[str], state: State) -> None:
 def read(path: str | os.PathLike[str], device: torch.device | str) -> State:
     held = torch.load(path, map_location=device, weights_only=True)
     found = set(held) if isinstance(held, dict) else {type(held).__name__}
-    # files of version 1.0.0 have neither a batch nor a rule
-    if found | {"batch", "rule"} != set(State._fields):
+    # files of version 1.0.0 have only the fields without a default, and the first two with one
+    if found | {"batch", "rule", "causal"} != set(State._fields):
         raise ValueError(
             f"path must be a file of BlockSparseLayout.save, with {', '.join(State._fields)}, "
             f"got one with {', '.join(sorted(map(str, found)))}"

@@ -22,16 +22,17 @@ AT_ONCE = 2**24
 def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> BlockSparseLayout:
     """Make a layout of the blocks that a block mask does not skip.
 
-    Attention over the layout with ``causal=False`` equals attention over the mask, with one
-    exception: if the mask hides exactly the keys after the diagonal in its kept blocks, the layout
-    has no token rule, and must be used with ``causal=True``. If the mask leaves each query one
-    range of keys, the same for all heads (windows, documents, prefixes), the layout gets a token
-    rule. The host waits for the device to find this out.
+    Attention over the layout with ``causal=False`` equals attention over the mask; if the mask has
+    other numbers of queries and keys, with ``align="top-left"``. ``causal=True`` changes nothing,
+    or raises where the mask shows keys after a query: see ``BlockSparseLayout.causal``. If the mask
+    leaves each query one range of keys, the same for all heads (windows, documents, prefixes), the
+    layout gets a token rule. The host waits for the device to find this out.
 
     Args:
         block_mask: a block mask with one batch entry and block sizes of 16, 32, 64 or 128.
         approximate: treat every kept block as whole (with ``causal=True``, up to the diagonal),
-            whatever else ``mask_mod`` hides in it. Default: False.
+            whatever else ``mask_mod`` hides in it; ``causal`` of the call then says which.
+            Default: False.
 
     Returns:
         a layout with the heads of the mask; one head is for all query heads.
@@ -56,8 +57,12 @@ def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> Bloc
         return layout
     whole = _whole_blocks(block_mask) & kept
     cut = (kept & ~whole).nonzero()
-    if _are_whole(block_mask, cut) or _are_causal(block_mask, cut, whole):
-        return layout
+    is_whole = _are_whole(block_mask, cut)
+    if not is_whole and _are_causal(block_mask, cut, whole):
+        return layout._of_mask(None, causal=True)
+    causal = False if _shows_later_keys(block_mask, cut, whole) else None
+    if is_whole:
+        return layout._of_mask(None, causal)
     bounds = _bounds_of(block_mask, cut, whole)
     for places, query, key, seen in _tokens_of(block_mask, cut):
         low, high = bounds[query].unbind(-1)
@@ -69,7 +74,7 @@ def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> Bloc
                 f"for all heads; got a mask_mod that cuts block ({row}, {col}) of head {head} "
                 "otherwise. approximate=True takes it as whole"
             )
-    return layout._with_bounds(bounds[None])
+    return layout._of_mask(bounds[None], causal)
 
 
 # (head, row, col) of cut blocks, [blocks, 3]; then the queries, the keys and the mask of their
@@ -108,6 +113,18 @@ def _are_causal(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> bool:
         return False
     return all(
         bool((seen == (key <= query)).all()) for _, query, key, seen in _tokens_of(block_mask, cut)
+    )
+
+
+def _shows_later_keys(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> bool:
+    """Say whether a query sees a key after itself."""
+    block_q, block_k = block_mask.BLOCK_SIZE
+    _, row, col = whole.nonzero().unbind(1)
+    last = ((col + 1) * block_k).clamp(max=block_mask.seq_lengths[1]) - 1
+    if bool((last > row * block_q).any()):
+        return True
+    return any(
+        bool((seen & (key > query)).any()) for _, query, key, seen in _tokens_of(block_mask, cut)
     )
 
 
@@ -150,7 +167,7 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
     Args:
         layout: a layout whose rows cover ``seqlen`` positions.
         seqlen: length of the sequences.
-        causal: hide keys after a query. Default: True.
+        causal: hide keys after a query, as in a call. Default: True.
 
     Returns:
         a block mask on the layout's device, with its heads; the head of a layout with one head is
@@ -182,6 +199,7 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
             f"layout must have one token rule for all sequences, got {len(bounds)}"
         )
     form: dict[str, Any] = {"BLOCK_SIZE": (block_q, block_k), "seq_lengths": (seqlen, seqlen)}
+    causal = layout._causal_of(causal)
     if not causal and bounds is None:
         return BlockMask.from_kv_blocks(*_ordered(torch.zeros_like(kept)), *_ordered(kept), **form)
     whole = kept.clone()
