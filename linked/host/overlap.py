@@ -36,8 +36,8 @@ def check_apart(names: Sequence[str], values: Sequence[Any], written: Iterable[i
             continue
         check_no_overlap(names[i], x)
         for j, y, begin_y, end_y in spans:
-            # each pair of written tensors once
-            if begin_y < end and begin < end_y and j != i and (j > i or j not in positions):
+            # each pair of written tensors once; those without memory begin at 0
+            if 0 < begin_y < end and begin < end_y and j != i and (j > i or j not in positions):
                 _check_pair(names[i], x, names[j], y)
 
 

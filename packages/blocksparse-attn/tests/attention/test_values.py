@@ -8,6 +8,7 @@ from blocksparse_attn import (
     BlockSparseLayout,
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
+    blocksparse_varlen_attention_reference,
     validate_varlen,
 )
 
@@ -93,8 +94,9 @@ def test_wrong_values_raise(case):
     wrong = {**given, **{n: torch.tensor(x, dtype=torch.int32) for n, x in changes.items()}}
     for _ in range(2):  # the second call knows the form
         blocksparse_attn_varlen_func(**given)
-        with pytest.raises(ValueError, match=message):
-            blocksparse_attn_varlen_func(**wrong)
+        for function in (blocksparse_attn_varlen_func, blocksparse_varlen_attention_reference):
+            with pytest.raises(ValueError, match=message):
+                function(**wrong)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="tracing sees the operators alone")

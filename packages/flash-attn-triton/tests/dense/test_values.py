@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from flash_attn_triton import api, flash_attn_varlen_func
+from flash_attn_triton import api, flash_attn_varlen_func, varlen_attention_reference
 from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
 
@@ -49,7 +49,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("way", ["first", "known", "watched", "gradient"])
+@pytest.mark.parametrize("way", ["first", "known", "watched", "gradient", "reference"])
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_values_raise(case, way, monkeypatch):
     monkeypatch.setattr(api, "_known", Memory())
@@ -64,8 +64,9 @@ def test_wrong_values_raise(case, way, monkeypatch):
     if way == "gradient":
         given["k"].requires_grad_()
     watched = Watcher() if way == "watched" else nullcontext()
+    function = varlen_attention_reference if way == "reference" else flash_attn_varlen_func
     with watched, pytest.raises(ValueError, match=message):
-        flash_attn_varlen_func(**given)
+        function(**given)
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])

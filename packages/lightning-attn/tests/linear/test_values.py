@@ -181,6 +181,7 @@ DECAYS = {
     "decode": lambda x: lightning_attn_decode(**{**step(), "decay": x}),
     "drop-in": lambda x: lightning_attention(*heads_first(fixed()), x),
     "drop-in, decode": lambda x: linear_decode_forward_triton(*one_step({**step(), "decay": x})),
+    "reference": lambda x: lightning_attention_reference(**{**fixed(), "decay": x}),
 }
 
 
@@ -204,23 +205,26 @@ def test_a_decay_below_zero_raises(call):
 )
 def test_wrong_offsets_raise(starts, message):
     wrong = {**packed(), "cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
-    with pytest.raises(ValueError, match=message):
-        lightning_attn_varlen_func(**wrong)
+    for function in (lightning_attn_varlen_func, lightning_attention_varlen_reference):
+        with pytest.raises(ValueError, match=message):
+            function(**wrong)
     with pytest.raises(ValueError, match=message):
         lightning_attn_varlen_func(**wrong, state_cache=torch.zeros(2, 3, 16, 32))
 
 
 def test_wrong_slots_raise():
-    wrong = {**step(), "slot_idx": torch.tensor([4, 0])}
-    with pytest.raises(ValueError, match=r"^slot_idx\[0\] must be below 4, got 4"):
-        lightning_attn_decode(**wrong)
-    slots = torch.tensor([1, -1, 1])
-    with pytest.raises(
-        ValueError, match=r"^state_indices\[2\] must differ from state_indices\[0\]"
-    ):
-        lightning_attn_varlen_func(
-            **packed(), state_cache=torch.zeros(3, 3, 16, 32), state_indices=slots
-        )
+    wrong = {**step(), "slot_idx": torch.tensor([0, 4])}
+    before = wrong["state_cache"].clone()
+    for function in (lightning_attn_decode, lightning_attention_decode_reference):
+        with pytest.raises(ValueError, match=r"^slot_idx\[1\] must be below 4, got 4"):
+            function(**wrong)
+    assert torch.equal(wrong["state_cache"], before)
+    cache, slots = torch.zeros(3, 3, 16, 32), torch.tensor([1, -1, 1])
+    message = r"^state_indices\[2\] must differ from state_indices\[0\]"
+    for function in (lightning_attn_varlen_func, lightning_attention_varlen_reference):
+        with pytest.raises(ValueError, match=message):
+            function(**packed(), state_cache=cache, state_indices=slots)
+    assert not cache.any()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="tracing sees the operators alone")

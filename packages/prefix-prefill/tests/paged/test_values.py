@@ -6,6 +6,8 @@ import pytest
 import torch
 from prefix_prefill import (
     context_attention_fwd,
+    mla_attention_reference,
+    paged_attention_reference,
     paged_attn_func,
     reshape_and_cache,
     shared_prefix_attn_func,
@@ -148,8 +150,13 @@ def test_wrong_values_raise(case):
     wrong = {n: torch.tensor(x, dtype=torch.int32) for n, x in changes.items()}
     names = {"block_table": "b_loc", "cu_seqlens_q": "b_start_loc", "seqlens_k": "b_seq_len"}
     names |= {"max_seqlen_q": "max_input_len", "to max_seqlen_k, 9,": "up,"}
+    for function in (paged_attn_func, paged_attention_reference):
+        with pytest.raises(ValueError, match=message):
+            function(**{**arguments(), **wrong})
+    given = {**arguments(), **wrong}
+    latent, _ = given.pop("k_cache")[:, :, 0], given.pop("v_cache")
     with pytest.raises(ValueError, match=message):
-        paged_attn_func(**{**arguments(), **wrong})
+        mla_attention_reference(kv_cache=latent, head_dim_v=8, **given)
     if case == "more keys than announced":
         dropin({**arguments(), **wrong})  # whose number is a hint
         return

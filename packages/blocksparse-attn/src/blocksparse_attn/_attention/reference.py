@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockSparseLayout
-from .call import Bounds, Options
-from .checks import check_cover, check_is_layout, check_layout, check_options, check_reference
+from .call import Bounds, Options, Tensors
+from .checks import (
+    check_cover,
+    check_is_layout,
+    check_layout,
+    check_options,
+    check_reference,
+    check_values,
+)
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -80,6 +87,7 @@ def blocksparse_varlen_attention_reference(
     check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
     check_cover(layout, k, bounds, options.top_left, block_table)
+    check_values(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table), bounds)
     places = sequences(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     out, lse = packed_attention(q, k, v, places, block_table, layout, options)
     out = out.to(q.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._dense.call import Arguments, Tensors
-from .._dense.checks import check_reference
+from .._dense.checks import check_reference, check_values
 from .._dense.options import check_options, refuse_unknown
 from .fixed import dense_attention, round_output
 from .sequences import dropout_marked_probabilities, packed_attention
@@ -143,6 +143,8 @@ def _attend(
     others = {name: t for name, t in x._asdict().items() if name not in ("q", "k", "v")}
     check_reference(q, k, v, 4 if x.cu_seqlens_q is None else 3, **others)
     options = check_options(q, given)
+    if max_seqlen_q is not None and max_seqlen_k is not None:
+        check_values(x, max_seqlen_q, max_seqlen_k)
     if x.rng_state is None and options.dropout_p > 0.0:
         state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
         x = x._replace(rng_state=state)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from .._linked.host.arguments import check_no_gradient
+from .._linked.host.internals import is_watched
 from .._linked.host.operators import check_written
 from .call import CachedTensors, StepTensors
 from .checks import check_reference
+from .validate import validate_decay, validate_slots, validate_varlen
 
 
 def lightning_attention_reference(
@@ -44,6 +46,8 @@ def lightning_attention_reference(
         ValueError: if the shape of ``q``, ``k`` or ``v`` is wrong.
     """
     check_reference(q, k, v, 4)
+    if decay.is_cpu and not is_watched():
+        validate_decay(decay)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = compute_dtype(q)
     batch, seqlen, heads, d = q.shape
@@ -85,7 +89,10 @@ def lightning_attention_varlen_reference(
     indices and flags are read on the host.
     """
     check_reference(q, k, v, 3)
+    validate_varlen(q, cu_seqlens)
     if state_cache is not None:
+        if state_indices is not None:
+            validate_slots(state_indices, state_cache, "state_indices")
         given = decay, cu_seqlens, state_cache, state_indices, has_initial_state
         check_written(CachedTensors(q, k, v, *given))
         check_no_gradient("state_cache", state_cache)
@@ -158,6 +165,7 @@ def lightning_attention_decode_reference(
     for name, x in (("state_cache", state_cache), ("states_out", states_out)):
         if x is not None:
             check_no_gradient(name, x)
+    validate_slots(slot_idx, state_cache, "slot_idx")
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue

@@ -16,7 +16,7 @@ from .._linked.host.overlap import check_no_overlap
 from .._paged.checks import check_table
 from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
 from .call import MlaOptions, MlaTensors
-from .checks import check_mla_options, check_shapes, stored
+from .checks import check_mla_options, check_mla_values, check_shapes, stored
 
 
 def mla_attention_reference(
@@ -63,7 +63,9 @@ def mla_attention_reference(
     options = check_mla_options(q, softmax_scale, causal, num_splits, return_lse)
     target = q.new_empty((*q.shape[:2], head_dim_v), dtype=out_dtype_of(q, out, None))
     given = kv_cache, block_table, cu_seqlens_q, seqlens_k, q_descale, kv_descale
-    result, lse = attend(MlaTensors(q, *given, target, None), options)
+    tensors = MlaTensors(q, *given, target, None)
+    check_mla_values(tensors, max_seqlen_q, max_seqlen_k)
+    result, lse = attend(tensors, options)
     result = result.to(target.dtype)
     if out is not None:
         check_no_overlap("out", out)

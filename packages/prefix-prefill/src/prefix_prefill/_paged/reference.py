@@ -17,9 +17,10 @@ from .._cache.layout import gather_pages, head_dim_of_values, is_packed
 from .._cache.scales import check_scale_caches
 from .._linked.host.arguments import MAX_WINDOW, check_no_gradient
 from .._linked.host.overlap import check_no_overlap
-from .call import Options, Tensors
+from .call import Call, Options, Tensors
 from .checks import check_reference, check_tree
 from .options import check_options
+from .values import check_values
 
 
 def paged_attention_reference(
@@ -94,6 +95,7 @@ def paged_attention_reference(
         v_scale_cache=v_scale_cache,
         tree_mask=tree_mask,
     )
+    check_values(Call(x, max_seqlen_q, max_seqlen_k, options))
     result, lse = attend(x, options)
     dtype = out_dtype_of(q, out, out_scale)
     result = round_output(result, dtype, out_scale)
