@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ MOST_STEPS = 10_000
 LAYOUTS = 4096
 
 
-def check_apart(names: Sequence[str], values: Sequence[Any], written: Iterable[int]) -> None:
+def check_apart(names: Sequence[str], values: Sequence[Any], written: Sequence[int]) -> None:
     """Check that tensors to be written overlap neither themselves nor another tensor.
 
     Args:
@@ -24,21 +24,23 @@ def check_apart(names: Sequence[str], values: Sequence[Any], written: Iterable[i
         values: tensors, and other values, which are ignored.
         written: positions of the tensors to be written.
     """
-    spans: list[tuple[int, Tensor, int, int]] = []
-    for i, x in enumerate(values):
+    places = []  # where the memory of each begins and ends; (0, 0) if it has none
+    for x in values:
         if isinstance(x, Tensor):
             memory = x.untyped_storage()
             begin = memory.data_ptr()
-            spans.append((i, x, begin, begin + memory.nbytes()))
-    positions = tuple(written)
-    for i, x, begin, end in spans:
-        if i not in positions:
+            places.append((begin, begin + memory.nbytes()))
+        else:
+            places.append((0, 0))
+    for i in written:
+        begin, end = places[i]
+        if begin == 0:  # not given, without elements, or a tensor of a trace
             continue
-        check_no_overlap(names[i], x)
-        for j, y, begin_y, end_y in spans:
-            # each pair of written tensors once; those without memory begin at 0
-            if 0 < begin_y < end and begin < end_y and j != i and (j > i or j not in positions):
-                _check_pair(names[i], x, names[j], y)
+        check_no_overlap(names[i], values[i])
+        for j, (begin_other, end_other) in enumerate(places):
+            # each pair of written tensors once
+            if begin_other < end and begin < end_other and (j > i or j not in written) and j != i:
+                _check_pair(names[i], values[i], names[j], values[j])
 
 
 def check_no_overlap(name: str, x: Tensor) -> None:
