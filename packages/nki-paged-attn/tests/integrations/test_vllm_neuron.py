@@ -195,6 +195,12 @@ def test_messages(changes, error, text):
         (5, lambda x: x.float(), TypeError, "slot_mapping must be int32 or int64"),
         (5, lambda x: x.to("meta"), ValueError, "slot_mapping must be on cpu, got meta"),
         (5, lambda x: x + 10_000, ValueError, r"slot_mapping must be below \d+, got 10"),
+        (
+            5,
+            lambda x: x * 0 + 7,
+            ValueError,
+            "slot_mapping must give each token its own slot, got 7",
+        ),
         (0, lambda x: x.numpy(), TypeError, "query must be a tensor, got ndarray"),
         (5, lambda x: None, TypeError, "slot_mapping must be a tensor, got NoneType"),
     ],

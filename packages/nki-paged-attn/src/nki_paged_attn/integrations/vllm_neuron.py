@@ -107,6 +107,13 @@ class Step:
         room = self.blocks[0] * self.blocks[2]
         if slot_mapping.device.type == "cpu" and (slot_mapping >= room).any():
             raise ValueError(f"slot_mapping must be below {room}, got {int(slot_mapping.max())}")
+        if slot_mapping.device.type == "cpu":
+            slots = [slot for slot in slot_mapping.tolist() if slot >= 0]
+            if len(set(slots)) < len(slots):
+                several = next(slot for slot in slots if slots.count(slot) > 1)
+                raise ValueError(
+                    f"slot_mapping must give each token its own slot, got {several} for several"
+                )
 
 
 def prepare(
@@ -227,8 +234,8 @@ def paged_attention(
 
     Raises:
         TypeError: a dtype other than the step's, or no tensor.
-        ValueError: a shape or device other than the step's; on the CPU also a slot past the end,
-            or a cache that shares memory.
+        ValueError: a shape or device other than the step's; on the CPU also a slot past the end
+            or of two tokens, or a cache that shares memory.
     """
     if not isinstance(step, Step):
         raise TypeError(f"step must be what prepare returns, got {type(step).__name__}")
