@@ -8,14 +8,20 @@ import random
 import pytest
 import torch
 from prefix_prefill import (
+    api,
     context_attention_fwd,
+    dropin,
     flash_attn_with_kvcache,
     mla_attn_func,
     mla_cache_write,
     paged_attn_func,
     reshape_and_cache,
 )
+from prefix_prefill._linked.host.forms import Memory
 from prefix_prefill._linked.host.overlap import check_apart
+from prefix_prefill._paged import ops
+
+from .._linked.tiers import INTERPRETED
 
 pytestmark = pytest.mark.eager
 
@@ -119,6 +125,37 @@ def append(**changes):
     return flash_attn_with_kvcache(**given, v=torch.randn(2, 1, 1, 8), cache_seqlens=1)
 
 
+@pytest.fixture(params=["operators", "launchers"])
+def way(request, monkeypatch):
+    """Calls go through operators, or past them, as a GPU's do."""
+    if request.param == "operators":
+        return
+    if not INTERPRETED:
+        pytest.skip("only kernels have launchers")
+    from prefix_prefill._cache.kernels import launch as write_launch
+    from prefix_prefill._kvcache import api as kvcache_api
+    from prefix_prefill._kvcache.kernels import launch as kvcache_launch
+    from prefix_prefill._mla import api as mla_api
+    from prefix_prefill._mla import launch as mla_launch
+    from prefix_prefill._mla import ops as mla_ops
+    from prefix_prefill._paged import launch
+
+    for module, name in (
+        (api, "_known"),
+        (api, "_writes"),
+        (dropin, "_known"),
+        (kvcache_api, "_known"),
+        (mla_api, "_known"),
+        (mla_api, "_writes"),
+    ):
+        monkeypatch.setattr(module, name, Memory())
+    monkeypatch.setattr(ops, "plan_of", launch.plan_of)
+    monkeypatch.setattr(ops, "write_plan_of", write_launch.write_plan_of)
+    monkeypatch.setattr(ops, "kvcache_plans_of", kvcache_launch.plans_of)
+    monkeypatch.setattr(mla_ops, "mla_plan_of", mla_launch.plan_of)
+    monkeypatch.setattr(mla_ops, "mla_write_plan_of", mla_launch.write_plan_of)
+
+
 ONE, TWO, LATENT = cache(), cache(2, 4, 1, 16), cache(2, 4, 16)
 SCALES = cache(2, 4, 1)
 EXPANDED = "must not be expanded, for it is written, got a stride of 0"
@@ -175,7 +212,7 @@ ITSELF = "must not overlap itself, for it is written, got"
         ),
     ],
 )
-def test_what_overlaps_is_refused(call, changes, message):
+def test_what_overlaps_is_refused(call, changes, message, way):
     before = {name: x.clone() for name, x in changes.items()}
     with pytest.raises(ValueError, match=message):
         call(**changes)
