@@ -121,6 +121,16 @@ def test_a_form_that_writes_changes_the_tensors_of_the_device(device, monkeypatc
     np.testing.assert_array_equal(cache.numpy(), expected)
 
 
+def test_a_tensor_of_a_device_is_not_written_as_keys_and_values(device):
+    case = make_case([5, 1], [20, 30])
+    *tensors, cache = (torch.from_numpy(x.copy()) for x in case.tensors[:4])
+    batch = (*case.tensors[4:6], [15, 29])
+    paged_attention(*tensors, (cache[0], cache[0].clone()), *batch, write_cache=True)
+    half = cache[0]
+    with pytest.raises(ValueError, match="kv_cache must be two tensors for write_cache, got one"):
+        paged_attention(*tensors, (half, half), *batch, write_cache=True)
+
+
 def test_without_an_operator_nothing_runs_elsewhere(monkeypatch):
     for name in devices.TORCH_MODULES:
         monkeypatch.setitem(sys.modules, name, None)
