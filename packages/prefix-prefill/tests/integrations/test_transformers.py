@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -267,6 +268,24 @@ def test_sinks_have_three_names(device):
     assert not torch.equal(outs[0], step(device, [8, 9]))
     with pytest.raises(ValueError, match="s_aux and sinks are names of one argument"):
         step(device, [8, 9], s_aux=sinks, sinks=sinks.clone())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"s_aux": torch.zeros(4), "sinks": torch.zeros(4)}, "s_aux and sinks are names of one"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be \[heads_q\], \[4\], got \[3\]"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, "sinks must not require one"),
+        ({"softcap": -1.0}, "softcap must be finite and at least 0.0, got -1.0"),
+        ({"scaling": math.nan}, "softmax_scale must be finite, got nan"),
+    ],
+)
+def test_a_step_that_raises_has_written_nothing(options, message):
+    cpu = torch.device("cpu")
+    cache, fresh = Cache(cpu), Cache(cpu)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        step(cpu, [8, 9], cache=cache, **options)
+    assert torch.equal(cache.key_cache[0], fresh.key_cache[0])
 
 
 def test_a_step_that_comes_again_makes_its_tables_again(device, monkeypatch):

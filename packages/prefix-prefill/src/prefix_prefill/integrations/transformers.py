@@ -40,6 +40,8 @@ from torch import Tensor
 
 from .._linked.host.arguments import one_of, refuse_others
 from .._linked.host.versions import need
+from .._paged.checks import check_extras, check_no_gradients, check_paged
+from .._paged.options import check_options
 from ..api import paged_attn_func, reshape_and_cache
 
 # 5.18 renamed attributes of the cache, 5.19 refuses all implementations but its own
@@ -216,6 +218,7 @@ def attention_forward(
         raise NotImplementedError(f"dropout must be 0.0 over a paged cache, got {dropout}")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotImplementedError("is_causal must be True over a paged cache, got False")
+    sink = one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     layer: int = module.layer_idx  # type: ignore[assignment]
     group, place = cache.layer_index_to_group_indices[layer]
     ring = cache.sliding_windows[layer]
@@ -231,6 +234,11 @@ def attention_forward(
     # with a ring, or without cached keys, attention reads the new keys from k and v
     has_new = ring != 1 or pages.block_table.shape[1] == 0
     if not has_new:
+        # what attention would refuse is refused before the cache changes
+        check_paged(q, k_cache, v_cache, None, None)
+        check_options(q, scaling, True, window, softcap or 0.0, 0, False)
+        check_extras(q, 0, heads, None, sink, None, None, None)
+        check_no_gradients(q=q, sinks=sink)
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
     out = paged_attn_func(
         q,
@@ -246,7 +254,7 @@ def attention_forward(
         softmax_scale=scaling,
         window_size=window,
         softcap=softcap or 0.0,
-        sinks=one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
+        sinks=sink,
     )
     if has_new:
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
