@@ -71,13 +71,12 @@ def serve_gradients(monkeypatch):
     real = hopper_launch.tree_backward_kernel
     monkeypatch.setattr(tree_ops, "_forward_triton", eager)
     monkeypatch.setattr(tree_launch, "takes_hopper_backward", lambda *_, **__: True)
-    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _device: 132)
     kernels = []
 
     def serve(tile, reverse=True, shares=1):
         monkeypatch.setattr(tree_launch, "_plans", Memory())
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_launch, "possible_shares", lambda *_: [shares])
+        monkeypatch.setattr(hopper_launch, "least_shares", lambda *_: shares)
         monkeypatch.setattr(hopper_launch, "hopper_backward_tile", lambda *_: tile)
         monkeypatch.setattr(hopper_launch, "tree_backward_kernel", kernels[-1])
         return kernels[-1]

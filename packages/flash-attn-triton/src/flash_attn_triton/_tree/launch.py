@@ -96,7 +96,7 @@ class TreePlan:
         if takes_hopper_backward(x, form.options):
             from .hopper.launch import HopperTreeBackward
 
-            self._hopper_gradients = HopperTreeBackward(form, x.q.device)
+            self._hopper_gradients = HopperTreeBackward(form)
 
     def forward(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``; the tensors have passed ``readable``."""

@@ -33,7 +33,7 @@ def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
         rows = torch.empty(3, 8, 1024, device="meta")
         x = Tensors(q, k, k)
         form = Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
-        plan = HopperBackward(form, x, tile, ordered=ordered)
+        plan = HopperBackward(form, x, tile, ordered=ordered, shares=1)
         inputs = Inputs(q, k, k, q, rows, rows)
         plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q, k))
     kernel, *values, _rounding = builds
@@ -51,6 +51,31 @@ def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
     # who adds to dq: TMA, or the threads
     is_by_threads = tile.block_n == 64 or tile.is_apart
     assert (" UTMAREDG." in kernel.sass) != is_by_threads
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "ordered"),
+    chosen(
+        itertools.product((64, 80, 96, 128, 160, 192, 256), (False, True)),
+        [(128, False), (256, True)],
+    ),
+)
+def test_builds_of_shared_keys(head_dim, ordered, tmp_path):
+    """The parts of dk and dv are added, not stored, and two more launches round them."""
+    with compiling(HOPPER, tmp_path) as builds:
+        q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+        rows = torch.empty(3, 8, 1024, device="meta")
+        x = Tensors(q, k, k)
+        form = Form(x, Options(0.1, -1, 0, 0.0, 0.0))
+        plan = HopperBackward(form, x, ordered=ordered, shares=4)
+        plan(Inputs(q, k, k, q, rows, rows), Extras(*[None] * 6), q, k, k, plan.new_sums(q, k))
+    *kernels, _dq, _dk, _dv = builds
+    check_builds(HOPPER, f"d{head_dim} causal shared{' in order' if ordered else ''}", builds)
+    for kernel in kernels:
+        assert " UTMASTG." not in kernel.sass
+        assert " RED.E.ADD.F32" in kernel.sass or " REDG.E.ADD.F32" in kernel.sass
 
 
 @pytest.mark.aot
@@ -73,7 +98,7 @@ def test_builds_with_features(head_dim, causal, feature, tmp_path):
         x = Tensors(q, k, k)
         x = x._replace(rng_state=state) if has_dropout else x._replace(alibi_slopes=slopes)
         options = Options(0.1, -1, 0 if causal else -1, 0.0, 0.1 if has_dropout else 0.0)
-        plan = HopperBackward(Form(x, options), x)
+        plan = HopperBackward(Form(x, options), x, shares=1)
         plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q, k))
     kernel, _rounding = builds
     check_builds(HOPPER, f"d{head_dim} {'causal' if causal else 'full'} {feature}", builds)
@@ -98,7 +123,7 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
     starts = torch.empty(3, dtype=torch.int32, device="meta")
     with compiling(HOPPER, tmp_path) as builds:
         x = Tensors(q, k, v, starts, starts)
-        plan = HopperBackward(Form(x, Options(0.1, 100, 0, 0.0, 0.0)), x)
+        plan = HopperBackward(Form(x, Options(0.1, 100, 0, 0.0, 0.0)), x, shares=1)
         inputs = Inputs(q, k, v, dout, rows, rows)
         extras = Extras(None, None, None, starts, starts, None)
         plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q, k))

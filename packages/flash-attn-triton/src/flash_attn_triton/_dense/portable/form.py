@@ -63,7 +63,6 @@ class Form:
 
     def __init__(self, x: Tensors, options: Options) -> None:
         q, v, alibi_slopes = x.q, x.v, x.alibi_slopes
-        options = without_idle_windows(x, options)
         self.options = options
         self.platform = detect(q.device)
         self.itemsize = q.element_size()
@@ -159,19 +158,6 @@ class Form:
     def walked_bytes(self, tokens_q: int) -> int:
         """The bytes of a query head that the Hopper backward reads, and those of its sums of dq."""
         return tokens_q * (self._token_bytes + 2 * 4 * sum(panels_of(self.head_dim)))
-
-
-def without_idle_windows(x: Tensors, options: Options) -> Options:
-    """Return options without windows that hide nothing, for kernels that test fewer bounds.
-
-    The host does not know the lengths of packed sequences.
-    """
-    if x.cu_seqlens_q is None:
-        if options.window_left >= x.k.shape[1] - 1:
-            options = options._replace(window_left=-1)
-        if options.window_right >= x.q.shape[1] - 1:
-            options = options._replace(window_right=-1)
-    return options
 
 
 def layout_of(x: Tensors) -> tuple[Any, ...]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..._dense.call import Tensors
 from ..._dense.hopper.backward import arguments as backward
-from ..._dense.hopper.backward.cut import choose_shares, possible_shares
+from ..._dense.hopper.backward.cut import PACKED_SHARES, least_shares
 from ..._dense.hopper.backward.launch import REGISTERS
-from ..._dense.hopper.backward.maps import BackwardMaps, Six
+from ..._dense.hopper.backward.maps import BackwardMaps
 from ..._dense.hopper.backward.rounding import Sums, count_sums, round_launches
 from ..._dense.hopper.forward import arguments as forward
 from ..._dense.hopper.forward.launch import multiprocessors
@@ -126,22 +126,22 @@ class HopperTreeBackward:
     def __init__(
         self,
         form: Form,
-        device: torch.device,
         tile: HopperBackwardTile | None = None,
-        shares: int | None = None,
     ) -> None:
-        """Prepare the launches of a signature; ``shares`` instead of what ``cut.py`` chooses."""
         self._form = form
+        # by the heads alone, so that new trees do not recompile
+        self._shares = shares = least_shares(form, PACKED_SHARES)
         self._tile = tile = tile or hopper_backward_tile(
             form.widest_head, form.constants.HAS_SOFTCAP
         )
         (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
         options = backward.Options(
-            GROUP=form.group,
+            GROUP=form.group // shares,
             HAS_LEFT=False,
             HAS_RIGHT=True,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=True,
+            SHARES=shares,
         )
         shape = backward.Tile(
             BLOCK_M=tile.block_m,
@@ -156,11 +156,10 @@ class HopperTreeBackward:
             MAKES_DK=True,
             MAKES_DV=True,
         )
-        self._options, self._shape = options, shape
-        self._choices = [shares] if shares else possible_shares(form, False)
-        self._processors = multiprocessors(device)
-        self._sums: Memory[tuple[int, Sums]] = Memory(MAX_COUNTS)
-        # by strides of the output's gradient, which the signature does not fix, and by shares
+        kind = {"num_warps": 4, "maxnreg": REGISTERS}
+        self._constants = {"OPTIONS": options, "TILE": shape, **kind}
+        self._sums: Memory[Sums] = Memory(MAX_COUNTS)
+        # by strides of the output's gradient, which the signature does not fix
         self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
         self._link = Links()
         self._count = Launch(
@@ -172,27 +171,11 @@ class HopperTreeBackward:
 
     def new_sums(self, q: Tensor) -> Tensor:
         """Allocate the sums of dq, dk and dv; the caller sets them to 0."""
-        return q.new_empty(*self._counted(q.shape[0])[1].shape, dtype=torch.float32)
+        return q.new_empty(*self._sums_of(q.shape[0]).shape, dtype=torch.float32)
 
-    def _counted(self, tokens: int) -> tuple[int, Sums]:
-        """Return how many programs share a key head, and the sums."""
-        return self._sums.get(tokens) or self._sums.keep(tokens, self._count_sums(tokens))
-
-    def _count_sums(self, tokens: int) -> tuple[int, Sums]:
-        # as if the tree were one sequence
-        both = tokens, tokens
-        shares = choose_shares(
-            self._choices, self._form, self._tile, 1, both, (-1, 0), self._processors
-        )
-        return shares, count_sums(self._form, self._tile, both, int(shares > 1))
-
-    def _launch_of(self, mapped: Six, shares: int) -> MappingLaunch:
-        options = self._options._replace(GROUP=self._form.group // shares, SHARES=shares)
-        kind = {"num_warps": 4, "maxnreg": REGISTERS}
-        return MappingLaunch(
-            tree_backward_kernel,
-            {"OPTIONS": options, "TILE": self._shape, **kind},
-            self._maps.forms(mapped),
+    def _sums_of(self, tokens: int) -> Sums:
+        return self._sums.get(tokens) or self._sums.keep(
+            tokens, count_sums(self._form, self._tile, (tokens, tokens), int(self._shares > 1))
         )
 
     def __call__(
@@ -203,16 +186,16 @@ class HopperTreeBackward:
         q, k, v, dout = inputs[:4]
         dq, dk, dv = grads
         tokens = q.shape[0]
-        shares, places = self._counted(tokens)
+        shares, places = self._shares, self._sums_of(tokens)
         cu_seqlens, parents = dense(x.cu_seqlens_q), dense(parents)
         below = parents.new_zeros(form.batch)
         self._count(
             cdiv(form.batch, LINKS), CountTensors(cu_seqlens, parents, below), (form.batch,)
         )
         mapped = q, k, v, dout, dk, dv
-        key = dout.stride(), shares
-        launch = self._launches.get(key) or self._launches.keep(
-            key, self._launch_of(mapped, shares)
+        launch = self._launches.get(dout.stride()) or self._launches.keep(
+            dout.stride(),
+            MappingLaunch(tree_backward_kernel, self._constants, self._maps.forms(mapped)),
         )
         tensors = BackwardTensors(
             lse2_ptr=inputs.lse2_ptr,

@@ -26,7 +26,8 @@ DRIFT, DRIFT_BYTES = 0.06, 2 * L2_BYTES
 # a finer cut is taken if it costs at most so much
 TIE = 1.02
 # packed calls, whose lengths the host does not know, have two cuts beside none: the finest, and one
-# for so many programs a block of keys. With ordered additions heads alone decide, for so many
+# for so many programs a block of keys, which trees always have. With ordered additions heads alone
+# decide, for so many
 PACKED_SHARES, ORDERED_SHARES = 8, 4
 
 
