@@ -130,9 +130,8 @@ def register(
         on_host: names of tensors that stay on the CPU while the others are on a GPU.
     """
 
-    def on_gpu(*arguments: Any) -> Any:
-        if written:
-            check_apart(names, arguments, written)
+    def check_and_run(*arguments: Any) -> Any:
+        check_apart(names, arguments, written)
         return kernels(*arguments)
 
     def on_cpu(*arguments: Any) -> Any:
@@ -149,6 +148,7 @@ def register(
     names = [x.name for x in defined._schema.arguments]
     written = [i for i, x in enumerate(defined._schema.arguments) if x.is_write]
     elsewhere = [i for i, name in enumerate(names) if name in on_host]
+    on_gpu = check_and_run if written else kernels
     torch.library.impl(operator, "cuda", on_one_device(on_gpu, elsewhere))
     torch.library.impl(operator, "cpu", on_cpu)
     return defined
