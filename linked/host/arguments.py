@@ -5,9 +5,12 @@ Each raises with the argument's name, the expected value and the given one.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
+import operator as operators
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from inspect import signature
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -27,17 +30,25 @@ FACTOR_MAX = FP32_MAX / math.log2(math.e)
 # a window of this size hides nothing, and its sum with a position fits 32 bits
 MAX_WINDOW = 2**30
 _INT64_MAX = 2**63 - 1
+_NUMPY_BOOL = "numpy", "bool"
 
 
-def refuse_unknown(names: Iterable[str], elsewhere: Mapping[str, str]) -> NoReturn:
+def refuse_unknown(
+    names: Iterable[str], elsewhere: Mapping[str, str], function: Callable[..., Any] | None = None
+) -> NoReturn:
     """Raise for the first of some unknown keyword arguments, with a hint.
 
     Args:
         names: names of the arguments.
         elsewhere: names from other libraries, each with what to do here.
+        function: the function that was called; the hint may be a similar name of its arguments.
     """
     name = next(iter(names))
     hint = elsewhere.get(name)
+    if hint is None and function is not None:
+        known = [p.name for p in signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else None
     raise TypeError(f"{name} is no argument here" + (f": {hint}" if hint else ""))
 
 
@@ -70,6 +81,16 @@ def refuse_others(
             )
 
 
+def check_choice(name: str, x: Any, choices: Collection[str | None]) -> None:
+    """Check that an argument is one of some names."""
+    *first, last = map(repr, choices)
+    wanted = f"{name} must be {', '.join(first)} or {last}"
+    if x is not None and not isinstance(x, str):
+        raise TypeError(f"{wanted}, got {kind(x)}")
+    if x not in choices:
+        raise ValueError(f"{wanted}, got {x!r}")
+
+
 def one_of(**names: Tensor | None) -> Tensor | None:
     """Return the one argument that is given under any of its names."""
     given = {name: x for name, x in names.items() if x is not None}
@@ -84,15 +105,18 @@ def as_int32(x: Any) -> Any:
     Values beyond 32 bits are clamped, and are then still out of range.
     """
     # every call runs this: the cheapest test comes first
-    if getattr(x, "dtype", None) is not torch.int64:
+    if not isinstance(x, Tensor) or x.dtype is not torch.int64:
         return x
     return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Check that an argument is a tensor."""
+    """Check that an argument is a tensor with strides: not nested, sparse or of another layout."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
+    if x.layout is not torch.strided or x.is_nested:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise TypeError(f"{name} must have the layout torch.strided, got {layout}")
 
 
 def check_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -214,14 +238,62 @@ def check_fp8_scale(name: str, scale: float) -> None:
         )
 
 
-def check_length(name: str, length: int) -> None:
-    """Check an upper bound of a length."""
-    if not is_int(length):
-        raise TypeError(f"{name} must be an int, got {kind(length)}")
-    if length < 0:
-        raise ValueError(f"{name} must be at least 0, got {shown(length)}")
-    if length > _INT64_MAX:
-        raise ValueError(f"{name} must fit into 64 bits, got {shown(length)}")
+def as_length(name: str, length: Any) -> int:
+    """Check a length, whatever ``operator.index`` takes but bools; return it as an int.
+
+    Of tensors it takes those without dimensions, and waits for a GPU. A symbol of ``torch.compile``
+    is returned as it is: a comparison would make a graph for one outcome, so the operators check
+    its value.
+    """
+    # of a symbol, the compiler says that this is False
+    if length.__class__ is not int:
+        if is_flag(length) or (isinstance(length, Tensor) and _is_no_number(length)):
+            raise TypeError(f"{name} must be an int, got {kind(length)}")
+        length = _index_of(name, length)
+        if is_symbol(length):
+            return length
+    _check_bounds(name, length, 0)
+    return length
+
+
+def check_count(name: str, x: Any, least: int = 1) -> None:
+    """Check an int that is no length, such as a number of parts."""
+    if not is_int(x):
+        raise TypeError(f"{name} must be an int, got {kind(x)}")
+    _check_bounds(name, x, least)
+
+
+def _check_bounds(name: str, x: int, least: int) -> None:
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {shown(x)}")
+    if x > _INT64_MAX:
+        raise ValueError(f"{name} must fit into 64 bits, got {shown(x)}")
+
+
+def _is_no_number(x: Tensor) -> bool:
+    return x.ndim > 0 or x.dtype == torch.bool
+
+
+def is_symbol(length: int) -> bool:
+    """Return whether a result of ``as_length`` is a symbol, which must not be compared."""
+    return length.__class__ is not int
+
+
+def _index_of(name: str, x: Any) -> int:
+    # while a graph is traced the type of a symbol is int
+    if isinstance(x, torch.SymInt) or type(x) is int:
+        return x
+    if isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} must be an int while a stream captures, which a tensor on a GPU would end, "
+            "got Tensor"
+        )
+    if torch.compiler.is_compiling():
+        return operators.index(x)
+    try:
+        return int(operators.index(x))
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{name} must be an int, got {kind(x)}") from error
 
 
 def check_number(name: str, x: Any) -> None:
@@ -251,10 +323,16 @@ def check_softcap(softcap: float, softmax_scale: float) -> float:
     return float(softcap) if softcap.__class__ is int else softcap
 
 
-def check_flag(name: str, flag: Any) -> None:
-    """Check that an argument is a bool."""
-    if not isinstance(flag, bool):
+def check_flag(name: str, flag: Any) -> bool:
+    """Check that an argument is a bool, Python's or NumPy's; return it as Python's."""
+    if not is_flag(flag):
         raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+    return bool(flag)
+
+
+def is_flag(x: Any) -> bool:
+    """Return whether an argument is a bool, Python's or NumPy's, which need not be installed."""
+    return isinstance(x, bool) or (type(x).__module__, type(x).__name__.rstrip("_")) == _NUMPY_BOOL
 
 
 def check_window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..host.arguments import check_tensor, kind
+from ..host.arguments import check_count, check_tensor, kind
 
 SHARDS = ("zigzag", "contiguous")
 
@@ -33,14 +33,6 @@ def check_shard(shard: Any, names: Sequence[str] = SHARDS) -> None:
         raise TypeError(f"shard must be a string, got {kind(shard)}")
     if shard not in names:
         raise ValueError(f"shard must be one of {', '.join(names)}, got {shard!r}")
-
-
-def check_count(name: str, count: Any, least: int = 1) -> None:
-    """Check a number of ranks or tokens."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} must be an int, got {kind(count)}")
-    if count < least:
-        raise ValueError(f"{name} must be at least {least}, got {count}")
 
 
 def check_rank(rank: Any, group_size: int) -> None:

@@ -368,8 +368,8 @@ CASES = [
     # drop-ins
     ("kv_cache_dtype must be fp8, fp8_e4m3 or fp8_e5m2 for a k_cache of torch.uint8, got auto",
      ValueError, context, {"k_cache": bytes_of(5, 2, 2, 8, 8), "v_cache": bytes_of(5, 2, 16, 8)}),
-    ("kv_cache_dtype must be auto, fp8, fp8_e4m3 or fp8_e5m2, got 'int8'", ValueError, context,
-     {"kv_cache_dtype": "int8"}),
+    ("kv_cache_dtype must be 'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got 'int8'", ValueError,
+     context, {"kv_cache_dtype": "int8"}),
     ("k_cache must be torch.uint8 or torch.float8_e4m3fn for kv_cache_dtype fp8, got torch.float16",
      TypeError, context, {"kv_cache_dtype": "fp8"}),
     ("sliding_window must be an int or None, got float", TypeError, context,

@@ -95,7 +95,8 @@ def blocksparse_attn_func(
         checks.check_layout(layout, q, k, q.shape[0])
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
-        checks.check_cover(layout, k, bounds, options.top_left)
+        rows = layout.num_rows, layout.block_size[0]
+        checks.check_cover(*rows, k, bounds, options.top_left)
         known = ops.checked(x, layout, bounds, options, form, any(must_repeat))
     out, lse = ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
@@ -138,7 +139,8 @@ def blocksparse_attn_varlen_func(
             read them. :func:`validate_varlen` checks them.
         cu_seqlens_k: offsets of the sequences in ``k``, in the same form; with a ``block_table``
             only their differences matter.
-        max_seqlen_q: upper bound of the number of queries per sequence.
+        max_seqlen_q: upper bound of the number of queries per sequence: an int, or what
+            ``operator.index`` takes, such as a tensor without dimensions, which waits for a GPU.
         max_seqlen_k: upper bound of the number of keys per sequence; the layout's rows must cover
             it.
         layout: the kept blocks; its rows are positions within a sequence.
@@ -159,11 +161,13 @@ def blocksparse_attn_varlen_func(
         checks.refuse_unknown(unknown)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
     checks.check_is_layout(layout)
-    arguments.check_length("max_seqlen_q", max_seqlen_q)
-    arguments.check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = arguments.as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = arguments.as_length("max_seqlen_k", max_seqlen_k)
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
     # the tiles depend on max_seqlen_q only up to SHORT + 1
-    longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
+    longest = SHORT + 1
+    if not arguments.is_symbol(max_seqlen_q):
+        longest = min(longest, max_seqlen_q)
     must_repeat = deterministic, tiles.repeats()
     form = form_of(
         (q, k, v),
@@ -185,7 +189,8 @@ def blocksparse_attn_varlen_func(
             checks.check_block_table(q, k, v, batch, block_table)
         checks.check_layout(layout, q, k, batch)
     top_left = is_top_left(align)
-    checks.check_cover(layout, k, bounds, top_left, block_table)
+    rows = layout.num_rows, layout.block_size[0]
+    checks.check_cover(*rows, k, bounds, top_left, block_table)
     if known is None:
         known = ops.checked(x, layout, bounds, options, form, any(must_repeat))
     out, lse = ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)

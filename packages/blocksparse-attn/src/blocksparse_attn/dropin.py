@@ -9,7 +9,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor, nn
 
-from ._layout.checks import check_block_size, check_count, check_csr, check_indices
+from ._layout.checks import check_block_size, check_csr, check_indices
 from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
@@ -61,7 +61,8 @@ def blocksparse_flash_attn_varlen_fwd(
     block_q = block_size if q_block_size is None else q_block_size
     layout = _layout_of(*sparse_layout, check_block_size((block_q, block_size)))
     if max_seqlen is None:
-        max_seqlen = layout.num_rows * block_q
+        max_seqlen = layout.num_rows * layout.block_size[0]
+    max_seqlen = arguments.as_length("max_seqlen", max_seqlen)
     return _attend(q, k, v, cu_seqlens_k, cu_seqlens_q, sm_scale, layout, max_seqlen)
 
 
@@ -99,6 +100,7 @@ class LocalStridedBlockSparseAttn(nn.Module):
         super().__init__()
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        max_seqlen = arguments.as_length("max_seqlen", max_seqlen)
         self.n_heads, self.max_seqlen, self.block_size = n_heads, max_seqlen, block_size
         self.q_block_size = block_size if q_block_size is None else q_block_size
         self.local_blocks, self.vert_stride = local_blocks, vert_stride
@@ -177,12 +179,12 @@ def get_sparse_attn_mask(
         ``homo_head``; and None, or the mask of tokens, ``[heads, q_len, max_seqlen]``. Every call
         returns new tensors.
     """
-    if dense_mask_type not in ("binary", "bias"):
-        raise ValueError(f"dense_mask_type must be 'binary' or 'bias', got {dense_mask_type!r}")
+    arguments.check_choice("dense_mask_type", dense_mask_type, ("binary", "bias"))
+    max_seqlen = arguments.as_length("max_seqlen", max_seqlen)
+    q_len = arguments.as_length("q_len", q_len)
     layout = BlockSparseLayout.local_strided(
         n_heads, max_seqlen, block_size, local_blocks, vert_stride, homo_head, device=device
     )
-    check_count("q_len", q_len, 0)
     if q_len > max_seqlen:
         raise ValueError(f"q_len must be at most max_seqlen, {max_seqlen}, got {q_len}")
     kept = layout.to_dense()

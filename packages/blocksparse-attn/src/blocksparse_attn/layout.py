@@ -15,7 +15,6 @@ from ._layout.checks import (
     check_alike,
     check_block_size,
     check_calls,
-    check_count,
     check_csr,
     check_csr_values,
     check_local_strided,
@@ -29,7 +28,7 @@ from ._layout.lists import by_sequence, dense_of
 from ._layout.plot import draw
 from ._layout.rows import dense_csr, density_of, local_strided_csr, mask_of
 from ._layout.values import State, are_equal, joined, of_heads, order_sums, read, write
-from ._linked.host.arguments import as_int32, check_flag
+from ._linked.host.arguments import as_int32, as_length, check_count, check_flag
 from ._linked.host.forms import Memory
 from ._linked.host.internals import is_watched
 from .token_rule import TokenRule
@@ -96,7 +95,9 @@ class BlockSparseLayout:
         # copies, so that the caller cannot change them
         crow_, col_ = (as_int32(x).to(torch.int32, copy=True).flatten(0, -2) for x in (crow, col))
         batch = crow.shape[0] if crow.ndim == 3 else 0
-        self._fill(State(crow_, col_, sides, cols, crow.shape[-2], max_row, rows_alike, batch))
+        self._fill(
+            State(crow_, col_, sides, cols, crow.shape[-2], max_row, bool(rows_alike), batch)
+        )
         if token_rule is not None:
             self._fill(self._state._replace(rule=self._bounds_of(token_rule)))
 
@@ -288,9 +289,8 @@ class BlockSparseLayout:
             device: device of the layout. Default: torch's default device.
         """
         sides = check_block_size(block_size)
-        heads = check_local_strided(
-            num_heads, max_seqlen, local_blocks, vert_stride, head_range, homo_head
-        )
+        max_seqlen = as_length("max_seqlen", max_seqlen)
+        heads = check_local_strided(num_heads, local_blocks, vert_stride, head_range, homo_head)
         step = 0 if homo_head else max(1, vert_stride // num_heads)
         where = torch.device(torch.get_default_device() if device is None else device)
         crow, col, longest = local_strided_csr(
@@ -419,7 +419,7 @@ class BlockSparseLayout:
             seqlen: length of the sequence. Default: None (all rows).
         """
         if seqlen is not None:
-            check_count("seqlen", seqlen, 0)
+            seqlen = as_length("seqlen", seqlen)
         return density_of(self._crow, self._col, self.num_cols, self.block_size, seqlen)
 
     def validate(self) -> None:
@@ -478,7 +478,7 @@ class BlockSparseLayout:
         for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
             check_flag(name, flag)
         causal = self._causal_of(causal)
-        form = ListForm(heads_q // heads_k, head_dim, dtype.itemsize, causal)
+        form = ListForm(heads_q // heads_k, head_dim, dtype.itemsize, bool(causal))
         self._check_on_cpu()
         lists = self._for_heads(heads_q)._lists
         lists.prepare(form, backward, paged, is_top_left(align))

@@ -12,7 +12,8 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ._layout.checks import check_block_size, check_count
+from ._layout.checks import check_block_size
+from ._linked.host.arguments import as_length, check_count
 from .layout import BlockSparseLayout
 
 Device = torch.device | str | None
@@ -102,12 +103,12 @@ def bigbird(
     """
     for name, value, least in (
         ("num_heads", num_heads, 1),
-        ("max_seqlen", max_seqlen, 0),
         ("window_blocks", window_blocks, 1),
         ("global_blocks", global_blocks, 0),
         ("random_blocks", random_blocks, 0),
     ):
         check_count(name, value, least)
+    max_seqlen = as_length("max_seqlen", max_seqlen)
     side, _ = check_block_size(block_size)
     blocks = cdiv(max_seqlen, side)
     generator = torch.Generator().manual_seed(seed)
@@ -170,7 +171,7 @@ def vertical_slash(
     diagonals = [torch.tensor(list(d), dtype=torch.int64, device=where) for d in slash]
     masks = []
     side, _ = check_block_size(block_size)
-    check_count("max_seqlen", max_seqlen, 0)
+    max_seqlen = as_length("max_seqlen", max_seqlen)
     blocks = torch.arange(cdiv(max_seqlen, side), device=where)
     back = blocks[:, None] - blocks
     for column, diagonal in zip(columns, diagonals, strict=True):
@@ -191,7 +192,7 @@ def _square(
     device: Device,
 ) -> BlockSparseLayout:
     side, _ = check_block_size(block_size)
-    check_count("max_seqlen", max_seqlen, 0)
+    max_seqlen = as_length("max_seqlen", max_seqlen)
     blocks = cdiv(max_seqlen, side)
     return BlockSparseLayout.from_mask_mod(
         kept, num_heads, blocks, blocks, block_size, device=_device(device)

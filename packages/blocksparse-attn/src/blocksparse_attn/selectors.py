@@ -12,8 +12,8 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ._layout.checks import check_block_size, check_count, is_top_left
-from ._linked.host.arguments import check_scale, check_tensor
+from ._layout.checks import check_block_size, is_top_left
+from ._linked.host.arguments import check_count, check_flag, check_scale, check_tensor
 from .layout import BlockSparseLayout
 
 
@@ -59,6 +59,7 @@ def topk_blocks(
         ValueError: if a shape or a range is wrong.
     """
     sides, offset, rows = _geometry(q, k, block_size, align)
+    check_flag("causal", causal)
     check_count("top_k", top_k, 1)
     check_count("local_blocks", local_blocks, 1 if causal else 0)
     check_count("sink_blocks", sink_blocks, 0)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._layout.checks import check_count, check_indices
+from ._layout.checks import check_indices
 from ._layout.kept_lists import NAMESPACE
-from ._linked.host.arguments import is_int, kind
+from ._linked.host.arguments import check_count, is_int, kind
 from ._linked.host.operators import register
 
 # after the last key of every sequence

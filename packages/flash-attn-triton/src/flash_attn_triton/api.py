@@ -201,8 +201,9 @@ def flash_attn_varlen_func(
         cu_seqlens_q: offsets of the sequences of queries, int32 ``[batch + 1]``, contiguous; int64
             is converted. On a GPU the values are not checked; :func:`validate_varlen` checks them.
         cu_seqlens_k: offsets of the sequences of keys, as ``cu_seqlens_q``.
-        max_seqlen_q: the longest sequence of queries. ``bias`` and the probabilities have this
-            size; without them an upper bound will do.
+        max_seqlen_q: the longest sequence of queries: an int, or what ``operator.index`` takes,
+            such as a tensor without dimensions, which waits for a GPU. ``bias`` and the
+            probabilities have this size; without them an upper bound will do.
         max_seqlen_k: the longest sequence of keys, as ``max_seqlen_q``.
         alibi_slopes: fp32 ``[heads_q]`` or ``[batch, heads_q]``. Default: None.
         return_attn_probs: as in :func:`flash_attn_func`; the probabilities are
@@ -258,6 +259,8 @@ def flash_attn_varlen_func(
     )
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
     extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
+    max_seqlen_q = arguments.as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = arguments.as_length("max_seqlen_k", max_seqlen_k)
     # a bias is as large as the longest sequences
     bounds = None if bias is None else (max_seqlen_q, max_seqlen_k)
     form = form_of((q, k, v), (*lengths, *extras), (*given, bounds), packed=True)
@@ -269,8 +272,6 @@ def flash_attn_varlen_func(
         checks.check_qkv(q, k, v, 3)
         options = dense_options.check_options(q, given)
         batch = checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    arguments.check_length("max_seqlen_q", max_seqlen_q)
-    arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         known = _check(x, options, given, batch, max_seqlen_q, max_seqlen_k, form)
     x = _completed(x, known.options)
@@ -293,7 +294,7 @@ def _check(
     if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
         checks.check_extras(x, batch, seqlen_q, seqlen_k)
     out_dtype = checks.check_low_precision(x, batch, given.out_dtype)
-    deterministic, invariant = given.deterministic, given.invariant
+    deterministic, invariant = bool(given.deterministic), bool(given.invariant)
     if invariant:
         checks.check_invariant(x, options, out_dtype)
     if form is None:
@@ -307,7 +308,7 @@ def _check(
     plan = ops.plan_of(
         x, options, out_dtype, deterministic, invariant, needs_gradient=needs_gradient
     )
-    returns_lse = given.return_lse or given.return_attn_probs
+    returns_lse = bool(given.return_lse or given.return_attn_probs)
     results = options, out_dtype, deterministic, invariant
     return _known.keep(form, Checked(*results, plan, given_tensors, returns_lse))
 

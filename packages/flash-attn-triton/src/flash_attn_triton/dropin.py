@@ -80,8 +80,8 @@ def triton_attention(
                 f"got {arguments.kind(scales)}"
             )
     sm_scale = arguments.check_scale("sm_scale", sm_scale)
-    arguments.check_length("max_seqlens_q", max_seqlens_q)
-    arguments.check_length("max_seqlens_k", max_seqlens_k)
+    max_seqlens_q = arguments.as_length("max_seqlens_q", max_seqlens_q)
+    max_seqlens_k = arguments.as_length("max_seqlens_k", max_seqlens_k)
     if fp8_out_scale is not None:
         arguments.check_out_scale("fp8_out_scale", fp8_out_scale, q)
     out_dtype = _output_dtype(q, v, o, fp8_out_scale)

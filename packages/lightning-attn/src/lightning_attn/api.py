@@ -81,7 +81,7 @@ def lightning_attn_func(
         scale = checks.check_options(q, scale, output_final_state, schedule)
         if initial_state is not None:
             checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
-        known = Checked(Options(scale, schedule, output_final_state))
+        known = Checked(Options(scale, schedule, bool(output_final_state)))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     x = Tensors(q, k, v, rates, None, initial_state)
     if is_new and form is not None:
@@ -163,7 +163,7 @@ def lightning_attn_varlen_func(
         if state_cache is not None:
             given = {"q": q, "k": k, "v": v, "decay": decay, "state_cache": state_cache}
             checks.check_no_gradient("state_cache", **given)
-        known = Checked(Options(scale, schedule, output_final_state))
+        known = Checked(Options(scale, schedule, bool(output_final_state)))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     if state_cache is None:
         if initial_state is not None and has_initial_state is not None:

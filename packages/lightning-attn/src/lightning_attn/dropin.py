@@ -4,7 +4,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ._linear import checks, ops
-from ._linked.host.arguments import check_tensor, kind
+from ._linked.host.arguments import check_count, check_tensor
 from .api import lightning_attn_decode
 
 
@@ -48,10 +48,7 @@ def lightning_attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     checks.check_qkv(q, k, v, 4)
     rates = checks.check_decay(ed, q, "ed")
-    if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"block_size must be an int, got {kind(block_size)}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    check_count("block_size", block_size, 1)
     if kv_history is not None:
         checks.check_initial_state("kv_history", kv_history, q.shape[0], q, v)
     given = {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history}

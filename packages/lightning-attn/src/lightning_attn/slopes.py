@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from ._linked.host.arguments import check_count
+
 
 def build_slopes(
     num_heads: int, layer_idx: int | None = None, num_layers: int | None = None
@@ -29,16 +31,11 @@ def build_slopes(
         ValueError: if an argument is out of range, or only one of ``layer_idx`` and ``num_layers``
             is given.
     """
-    for name, value in (
-        ("num_heads", num_heads),
-        ("layer_idx", layer_idx),
-        ("num_layers", num_layers),
-    ):
-        optional = name != "num_heads"
-        if isinstance(value, bool) or not (isinstance(value, int) or (optional and value is None)):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    check_count("num_heads", num_heads)
+    if layer_idx is not None:
+        check_count("layer_idx", layer_idx, 0)
+    if num_layers is not None:
+        check_count("num_layers", num_layers)
     factor = 1.0
     if layer_idx is None or num_layers is None:
         if layer_idx is not num_layers:
@@ -47,8 +44,6 @@ def build_slopes(
                 f"layer_idx {layer_idx} and num_layers {num_layers}"
             )
     else:
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, got {num_layers}")
         if not 0 <= layer_idx < num_layers:
             raise ValueError(f"layer_idx must be from 0 to {num_layers - 1}, got {layer_idx}")
         factor = 1.0 - layer_idx / max(num_layers - 1, 1) + 1e-5

@@ -188,7 +188,7 @@ def join_halves(keys: Described, values: Described) -> Described:
 
 def check_placement(named: Any, backend: str) -> None:
     """Check that all tensors are on q's device, and that the backend runs there."""
-    if backend not in ("auto", "nki"):
+    if not isinstance(backend, str) or backend not in ("auto", "nki"):
         raise ValueError(f"backend must be auto or nki for tensors of a device, got {backend!r}")
     q = named[0][1]
     for name, x in named:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._cache.scales import check_scale_caches
-from ._linked.host.arguments import as_int32, check_length, check_tensor
+from ._linked.host.arguments import as_int32, as_length, check_tensor
 from ._linked.host.forms import Memory, form_of
 from ._linked.host.operators import check_written
 from ._paged import checks as paged_checks
@@ -86,7 +86,8 @@ def paged_attn_func(
         cu_seqlens_q: offsets of the sequences, int32 ``[batch + 1]``; int64 is converted.
         seqlens_k: number of keys of each sequence, new tokens included, int32 ``[batch]``; int64 is
             converted.
-        max_seqlen_q: the most queries of a sequence; an upper bound will do.
+        max_seqlen_q: the most queries of a sequence; an upper bound will do. An int, or what
+            ``operator.index`` takes, such as a tensor without dimensions, which waits for a GPU.
         max_seqlen_k: the most keys of a sequence, from which ``num_splits`` is chosen; an upper
             bound will do.
         k: keys of the tokens of ``q``, ``[tokens, heads_k, head_dim]``, dtype of ``q`` (fp16, bf16
@@ -172,8 +173,8 @@ def paged_attn_func(
             q, softmax_scale, causal, window_size, softcap, num_splits, return_lse, invariant
         )
         batch = paged_checks.check_table(q, *table)
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         heads_k = cache_sizes(k_cache).heads_k
         paged_checks.check_extras(

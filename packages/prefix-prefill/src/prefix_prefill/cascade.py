@@ -8,7 +8,7 @@ from torch import Tensor
 from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._cache.scales import check_scale_caches
-from ._linked.host.arguments import as_int32, check_length
+from ._linked.host.arguments import as_int32, as_length, is_symbol
 from ._paged import checks as paged_checks
 from ._paged import ops, tensor_checks
 from ._paged import options as paged_options
@@ -84,12 +84,12 @@ def shared_prefix_attn_func(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
     )
     batch = paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     sizes = cache_sizes(k_cache)
     tensor_checks.check_indices("shared_pages", shared_pages, "q", q, 1)
-    check_length("shared_len", shared_len)
-    if shared_len > shared_pages.shape[0] * sizes.block_size:
+    shared_len = as_length("shared_len", shared_len)
+    if not is_symbol(shared_len) and shared_len > shared_pages.shape[0] * sizes.block_size:
         raise ValueError(
             "shared_len must be at most what shared_pages hold, "
             f"{shared_pages.shape[0] * sizes.block_size}, got {shared_len}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
-from ._linked.host.arguments import as_int32, check_length, check_tensor
+from ._linked.host.arguments import as_int32, as_length, check_tensor, is_symbol
 from ._linked.host.forms import ACCESS_BYTES
 from ._paged import checks as paged_checks
 from ._paged import ops
@@ -88,8 +88,8 @@ def paged_attn_func(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
     )
     batch = paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     heads_k = cache_sizes(k_cache).heads_k
     paged_checks.check_extras(
         q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
@@ -111,7 +111,8 @@ def paged_attn_func(
         raise NotImplementedError(
             "alibi_slopes must be None over several ranks unless causal, got Tensor"
         )
-    if max_seqlen_q <= 1 and options.window_left < 0 and alibi_slopes is None:
+    has_one_query = not is_symbol(max_seqlen_q) and max_seqlen_q <= 1
+    if has_one_query and options.window_left < 0 and alibi_slopes is None:
         # a sequence's only query sees all keys
         options = options._replace(window_right=-1)
     local = _of_rank(options, ranks)

@@ -5,7 +5,16 @@ from torch import Tensor
 
 from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
-from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
+from ._linked.host.arguments import (
+    as_int32,
+    as_length,
+    check_choice,
+    check_flag,
+    check_tensor,
+    is_flag,
+    is_int,
+    kind,
+)
 from ._linked.host.forms import Memory, form_of
 from ._linked.host.operators import check_written
 from ._paged import checks as paged_checks
@@ -219,8 +228,8 @@ def _attend(
         )
         batch = paged_checks.check_table(q, *table)
     max_seq_len = 0 if max_seq_len is None else max_seq_len
-    check_length("max_seq_len", max_seq_len)
-    check_length("max_seqlen_q", max_input_len)
+    max_seq_len = as_length("max_seq_len", max_seq_len)
+    max_input_len = as_length("max_seqlen_q", max_input_len)
     if k_cache.element_size() != 1:
         # engines pass scales for every cache
         k_scale = v_scale = None
@@ -286,23 +295,20 @@ def _attend(
 
 def _refuse(name: str, given: object, offered: object) -> None:
     """Raise unless an argument has the only supported value."""
-    if given != offered:
+    if (not isinstance(given, (int, bool)) and not is_flag(given)) or given != offered:
         raise NotImplementedError(f"{name} must be {offered}: no more is offered, got {given!r}")
 
 
 def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
     """Return a cache as a view in the dtype that ``kv_cache_dtype`` names."""
-    if kv_cache_dtype == "auto":
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto":
         if cache.dtype == torch.uint8:
             raise ValueError(
                 f"kv_cache_dtype must be fp8, fp8_e4m3 or fp8_e5m2 for a {name} of torch.uint8, "
                 "got auto"
             )
         return cache
-    if kv_cache_dtype not in _FP8_NAMES:
-        raise ValueError(
-            f"kv_cache_dtype must be auto, fp8, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype!r}"
-        )
+    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *_FP8_NAMES))
     dtype = cache_checks.fp8_dtypes_of(cache.device, name)[_FP8_NAMES[kv_cache_dtype]]
     if cache.dtype not in (torch.uint8, dtype):
         raise TypeError(

@@ -24,7 +24,9 @@ from .._linked.host.arguments import (
     check_scale,
     check_tensor,
     is_int,
+    is_symbol,
     kind,
+    shown,
 )
 from ..layout import BlockSparseLayout
 from .call import Bounds, Options, Tensors
@@ -160,19 +162,22 @@ def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) ->
 
 
 def check_cover(
-    layout: BlockSparseLayout,
+    num_rows: int,
+    side: int,
     k: Tensor,
     bounds: Bounds,
     top_left: bool,
     block_table: Tensor | None = None,
 ) -> None:
-    """Check that the layout's rows cover all positions of queries, and the pages all keys."""
-    side = layout.block_size[0]
+    """Check that the layout's rows cover all positions of queries, and the pages all keys.
+
+    A trace checks no symbols: the operators check the numbers.
+    """
     longest_q, longest_k = bounds
     what, needed = ("queries", longest_q) if top_left else ("keys", longest_k)
-    if needed > layout.num_rows * side:
+    if not is_symbol(needed) and needed > num_rows * side:
         raise ValueError(
-            f"layout must cover the {what}, {needed}, with its rows, got {layout.num_rows} "
+            f"layout must cover the {what}, {needed}, with its rows, got {num_rows} "
             f"rows of {side}: {cdiv(needed, side)} are needed"
         )
     if block_table is not None:
@@ -181,7 +186,7 @@ def check_cover(
 
 def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:
     """Check that ``block_table`` has enough pages for the longest sequence."""
-    if block_table.shape[1] * k.shape[1] < max_seqlen_k:
+    if not is_symbol(max_seqlen_k) and block_table.shape[1] * k.shape[1] < max_seqlen_k:
         raise ValueError(
             f"block_table must hold max_seqlen_k, {max_seqlen_k}, in pages of {k.shape[1]}, "
             f"got {block_table.shape[1]} pages"
@@ -202,11 +207,11 @@ def check_options(
     if not is_int(num_splits):
         raise TypeError(f"num_splits must be an int, got {kind(num_splits)}")
     if not 0 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}, got {num_splits}")
+        raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}, got {shown(num_splits)}")
     top_left = is_top_left(align)
     if softmax_scale is None:
-        return Options(float(q.shape[-1] ** -0.5), causal, num_splits, top_left)
-    return Options(check_scale("softmax_scale", softmax_scale), causal, num_splits, top_left)
+        return Options(float(q.shape[-1] ** -0.5), bool(causal), num_splits, top_left)
+    return Options(check_scale("softmax_scale", softmax_scale), bool(causal), num_splits, top_left)
 
 
 def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> None:

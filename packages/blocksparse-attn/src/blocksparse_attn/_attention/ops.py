@@ -22,6 +22,7 @@ from .._layout.kept_lists import (
     walks_lists,
 )
 from .._layout.lists import by_sequence, empty_lists
+from .._linked.host.arguments import is_symbol
 from .._linked.host.internals import is_transformed, refuse_tangents
 from .._linked.host.operators import (
     differentiable,
@@ -48,7 +49,7 @@ from .call import (
     Tensors,
     Walks,
 )
-from .checks import check_values
+from .checks import check_cover, check_values
 from .eager import Grads, attention_backward, attention_forward
 from .tiles import (
     SHORT,
@@ -99,7 +100,7 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .launch import launch_forward
 
-    return launch_forward(structured(ForwardCall, arguments))
+    return launch_forward(_covered(arguments))
 
 
 def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -108,9 +109,18 @@ def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_forward(*arguments: Any) -> None:
-    call = structured(ForwardCall, arguments)
+    call = _covered(arguments)
     check_csr_values(*call.common.blocks[:3])
     check_values(call.tensors, call.common.bounds)
+
+
+def _covered(arguments: Any) -> ForwardCall:
+    """Return a call, whose lengths may have been symbols where it was traced."""
+    call = structured(ForwardCall, arguments)
+    x, common = call.tensors, call.common
+    rows = common.pattern.rows, common.blocks.block_q
+    check_cover(*rows, x.k, common.bounds, common.options.top_left, x.block_table)
+    return call
 
 
 def _backward_triton(*arguments: Any) -> Grads:
@@ -201,8 +211,10 @@ def _walks(
         return Walks()
     kind = _form_of_lists(x, options.causal)
     tall = "tall" if walks_whole_blocks(x, options) else "portable"
-    is_tall = bounds.max_seqlen_q > SHORT
-    is_short = not is_tall or x.cu_seqlens_q is not None
+    is_packed = x.cu_seqlens_q is not None
+    # with both lists the operator serves whatever a symbol turns out to be
+    is_tall = (is_packed and is_symbol(bounds.max_seqlen_q)) or bounds.max_seqlen_q > SHORT
+    is_short = not is_tall or is_packed
     may_pair = _needs_grad(x) and not may_end_early(options.causal, options.top_left)
     pattern = layout._pattern
     has_pairs = may_pair and takes_hopper_backward(x, pattern)

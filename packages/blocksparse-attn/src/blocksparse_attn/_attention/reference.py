@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._linked.host.arguments import as_length
 from ..layout import BlockSparseLayout
 from .call import Bounds, Options, Tensors
 from .checks import (
@@ -49,7 +50,8 @@ def blocksparse_attention_reference(
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     batch, seqlen_q, heads_q, _ = q.shape
     check_layout(layout, q, k, batch)
-    check_cover(layout, k, Bounds(seqlen_q, k.shape[1]), options.top_left)
+    rows = layout.num_rows, layout.block_size[0]
+    check_cover(*rows, k, Bounds(seqlen_q, k.shape[1]), options.top_left)
     packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     places = sequences(starts_of(q), starts_of(k))
     out, lse = packed_attention(*packed, places, None, layout, options)
@@ -85,8 +87,11 @@ def blocksparse_varlen_attention_reference(
     causal = layout._causal_of(causal)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
-    bounds = Bounds(max_seqlen_q, max_seqlen_k)
-    check_cover(layout, k, bounds, options.top_left, block_table)
+    bounds = Bounds(
+        as_length("max_seqlen_q", max_seqlen_q), as_length("max_seqlen_k", max_seqlen_k)
+    )
+    rows = layout.num_rows, layout.block_size[0]
+    check_cover(*rows, k, bounds, options.top_left, block_table)
     check_values(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table), bounds)
     places = sequences(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     out, lse = packed_attention(q, k, v, places, block_table, layout, options)

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import FLOAT_DTYPES, check_flag, check_groups, check_tensor
+from .._linked.host.arguments import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_count,
+    check_flag,
+    check_groups,
+    check_tensor,
+)
 
 BLOCK_SIZES = (16, 32, 64, 128)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -37,17 +44,9 @@ def check_block_size(block_size: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Check an int that must be at least ``least``."""
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype: Any) -> None:
     """Check the arguments of ``BlockSparseLayout.prepare`` for a layout of ``num_heads``."""
-    if dtype not in FLOAT_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype!r}"
         )
@@ -62,14 +61,12 @@ def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype
 
 def is_top_left(align: Any) -> bool:
     """Check ``align``; return whether it is "top-left"."""
-    if align not in ("bottom-right", "top-left"):
-        raise ValueError(f"align must be 'bottom-right' or 'top-left', got {align!r}")
+    check_choice("align", align, ("bottom-right", "top-left"))
     return bool(align == "top-left")
 
 
 def check_local_strided(
     num_heads: Any,
-    max_seqlen: Any,
     local_blocks: Any,
     vert_stride: Any,
     head_range: Any,
@@ -78,7 +75,6 @@ def check_local_strided(
     """Check the arguments of the local and strided pattern; return the range of its heads."""
     for name, value, least in (
         ("num_heads", num_heads, 1),
-        ("max_seqlen", max_seqlen, 0),
         ("local_blocks", local_blocks, 1),
         ("vert_stride", vert_stride, 1),
     ):

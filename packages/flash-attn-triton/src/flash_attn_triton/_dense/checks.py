@@ -20,6 +20,7 @@ from .._linked.host.arguments import (
     check_offsets,
     check_out_scale,
     check_tensor,
+    is_symbol,
     kind,
 )
 from .call import Options, Tensors
@@ -108,9 +109,10 @@ def check_extras(x: Tensors, batch: int, seqlen_q: int, seqlen_k: int) -> None:
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
         check_device("bias", bias, q)
         whole = (batch, heads_q, seqlen_q, seqlen_k)
-        # no ``in``: under torch.compile a number is not found in a tuple of symbols
+        # no ``in``: under torch.compile a number is not found in a tuple of symbols, and the
+        # operators compare what a symbol of max_seqlen says
         if bias.ndim > 4 or any(
-            size != 1 and size != full
+            not is_symbol(full) and size != 1 and size != full
             for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
         ):
             raise ValueError(

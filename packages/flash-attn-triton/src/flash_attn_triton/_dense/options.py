@@ -8,11 +8,11 @@ from torch import Tensor
 from .._linked.host import arguments
 from .._linked.host.arguments import (
     FP8_DTYPES,
+    check_flag,
     check_number,
     check_scale,
     check_softcap,
     check_window,
-    kind,
     shown,
 )
 from .call import Arguments, Options
@@ -48,9 +48,7 @@ def refuse_unknown(names: Iterable[str]) -> NoReturn:
 def check_options(q: Tensor, given: Arguments) -> Options:
     """Check the arguments; return them as the operators take them."""
     for name in ("causal", "deterministic", "return_attn_probs", "return_lse", "invariant"):
-        flag = getattr(given, name)
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+        check_flag(name, getattr(given, name))
     dropout_p, softmax_scale = given.dropout_p, given.softmax_scale
     if dropout_p.__class__ is not float:
         check_number("dropout_p", dropout_p)

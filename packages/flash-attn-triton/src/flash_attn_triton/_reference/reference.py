@@ -11,6 +11,7 @@ from torch import Tensor
 from .._dense.call import Arguments, Tensors
 from .._dense.checks import check_reference, check_values
 from .._dense.options import check_options, refuse_unknown
+from .._linked.host.arguments import as_length
 from .fixed import dense_attention, round_output
 from .sequences import dropout_marked_probabilities, packed_attention
 
@@ -127,6 +128,8 @@ def varlen_attention_reference(
         out_dtype=out_dtype,
     )
     extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale, rng_state
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
     return _attend(Tensors(q, k, v, *lengths, *extras), given, max_seqlen_q, max_seqlen_k)
 

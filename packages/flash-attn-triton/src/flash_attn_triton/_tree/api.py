@@ -68,9 +68,9 @@ def flash_attn_tree_func(
     """
     checks.check_tokens(q, k, v, sinks)
     cu_seqlens, parents = as_int32(cu_seqlens), as_int32(parents)
-    checks.check_tree(q, cu_seqlens, parents, max_seqlen)
-    for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
-        check_flag(name, flag)
+    max_seqlen = checks.check_tree(q, cu_seqlens, parents, max_seqlen)
+    deterministic = check_flag("deterministic", deterministic)
+    check_flag("return_lse", return_lse)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     else:
@@ -78,7 +78,16 @@ def flash_attn_tree_func(
     softcap = check_softcap(softcap, softmax_scale)
     on_device = checks.parents_on_device(parents, q.device)
     call = TreeCall(
-        q, k, v, cu_seqlens, on_device, sinks, max_seqlen, softmax_scale, softcap, deterministic
+        q,
+        k,
+        v,
+        cu_seqlens,
+        on_device,
+        sinks,
+        max_seqlen,
+        softmax_scale,
+        softcap,
+        deterministic,
     )
     out, lse = ops.attention(call)
     return (out, lse) if return_lse else out
@@ -108,6 +117,6 @@ def validate_tree(
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
     cu_seqlens, parents = as_int32(cu_seqlens), as_int32(parents)
-    checks.check_tree(q, cu_seqlens, parents, max_seqlen)
+    max_seqlen = checks.check_tree(q, cu_seqlens, parents, max_seqlen)
     values = parents.tolist() if isinstance(parents, Tensor) else parents
     checks.check_tree_values(cu_seqlens.tolist(), values, q.shape[0], max_seqlen)

@@ -12,7 +12,7 @@ from .._dense import checks
 from .._dense.call import Tensors
 from .._linked.host.arguments import (
     FP8_DTYPES,
-    check_length,
+    as_length,
     check_offset_values,
     check_offsets,
     check_tensor,
@@ -52,13 +52,13 @@ def check_tree_reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) 
         raise ValueError(f"sinks must be [heads_q], [{q.shape[1]}], got {list(sinks.shape)}")
 
 
-def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: int) -> None:
-    """Check the arguments that describe the tree, except values in tensors."""
+def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: Any) -> int:
+    """Check the arguments of the tree but values in tensors; return the length as an int."""
     check_offsets("cu_seqlens", cu_seqlens, q)
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [segments + 1], got {list(cu_seqlens.shape)}")
     segments = cu_seqlens.shape[0] - 1
-    check_length("max_seqlen", max_seqlen)
+    max_seqlen = as_length("max_seqlen", max_seqlen)
     if isinstance(parents, Tensor):
         check_offsets("parents", parents, q)
     elif not isinstance(parents, (list, tuple)):
@@ -76,6 +76,7 @@ def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: int) -> 
             if not is_int(parent):
                 raise TypeError(f"parents[{i}] must be an int, got {kind(parent)}")
         check_parent_values(parents)
+    return max_seqlen
 
 
 def check_tree_values(

@@ -47,7 +47,7 @@ def tree_attention_reference(
         ValueError: on a shape or a range, and on offsets or parents that are not a tree.
     """
     check_tree_reference(q, k, v, sinks)
-    check_tree(q, cu_seqlens, parents, max_seqlen)
+    max_seqlen = check_tree(q, cu_seqlens, parents, max_seqlen)
     starts = cu_seqlens.tolist()
     tree = parents.tolist() if isinstance(parents, Tensor) else list(parents)
     check_tree_values(starts, tree, q.shape[0], max_seqlen)

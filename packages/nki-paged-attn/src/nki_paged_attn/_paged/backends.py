@@ -39,7 +39,7 @@ def choose_backend(backend: str = "auto") -> str:
     neuronx-cc's old namespace and without nki raises, so that no call falls back unnoticed.
     """
     chosen = os.environ.get(VARIABLE, "auto") if backend == "auto" else backend
-    if chosen not in BACKENDS:
+    if not isinstance(chosen, str) or chosen not in BACKENDS:
         named = "backend" if backend != "auto" else VARIABLE
         raise ValueError(f"{named} must be one of {', '.join(BACKENDS)}, got {chosen!r}")
     if chosen == "sim":

@@ -160,7 +160,7 @@ def _share(x: Array, y: Array) -> bool:
 
 def check_transposes(transposes: Any, dtype: str) -> bool:
     """Return whether DMA transposes the probabilities, which have this dtype."""
-    if transposes not in ("tensor", "dma"):
+    if not isinstance(transposes, str) or transposes not in ("tensor", "dma"):
         raise ValueError(f"transposes must be tensor or dma, got {transposes!r}")
     if transposes == "dma" and dtype == "float32":
         raise ValueError("transposes='dma' needs queries of 2 bytes an element, got float32")
@@ -179,7 +179,7 @@ def check_cache(kv_cache: Array, kv_heads: int, head_dim: int) -> None:
 
 def check_dtype(name: str, given: Any, allowed: tuple[str, ...]) -> None:
     """Check the name of a dtype."""
-    if given not in allowed:
+    if not isinstance(given, str) or given not in allowed:
         raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
 
 
@@ -188,7 +188,14 @@ def check_count(name: str, x: Any, least: int = 1) -> None:
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {type(x).__name__}")
     if x < least:
-        raise ValueError(f"{name} must be at least {least}, got {x}")
+        raise ValueError(f"{name} must be at least {least}, got {_shown(x)}")
+    if x >= 2**63:
+        raise ValueError(f"{name} must fit into 64 bits, got {_shown(x)}")
+
+
+def _shown(x: Any) -> str:
+    # Python does not write integers of thousands of digits
+    return f"an int of {x.bit_length()} bits" if x.__class__ is int and abs(x) >> 256 else str(x)
 
 
 def check_programs(programs: Any) -> None:
@@ -297,7 +304,7 @@ def check_number(name: str, x: Any, *, positive: bool = False) -> float:
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
     if not abs(x) <= FP32_MAX or (positive and x <= 0):
         kind = "positive and finite" if positive else "finite"
-        raise ValueError(f"{name} must be {kind} in fp32, got {x}")
+        raise ValueError(f"{name} must be {kind} in fp32, got {_shown(x)}")
     return float(x)
 
 

@@ -7,6 +7,7 @@ from .._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     FP8_DTYPES,
+    check_choice,
     check_fp8_hardware,
     check_tensor,
 )
@@ -38,8 +39,7 @@ def fp8_dtypes_of(device: torch.device, name: str) -> tuple[torch.dtype, torch.d
 
 def check_kv_dtype(kv_dtype: str | None) -> None:
     """Check the name of an integer cache's dtype."""
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise ValueError(f"kv_dtype must be None, 'int8' or 'int4', got {kv_dtype!r}")
+    check_choice("kv_dtype", kv_dtype, (None, *KV_DTYPES))
 
 
 def stored_view(q: Tensor, cache: Tensor, kv_dtype: str | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._cache.layout import head_dim_of_values
-from .._linked.host.arguments import as_int32, check_flag, check_tensor, is_int, kind
+from .._linked.host.arguments import as_int32, check_flag, check_tensor, kind
 from .._linked.host.forms import Memory, form_of
 from .._linked.host.operators import check_written
 from .._paged import checks as paged_checks
@@ -159,13 +159,13 @@ def flash_attn_with_kvcache(
             paged_checks.check_invariant(q, head_dim_v, q.dtype, kv_dtype, alibi_slopes)
         moves = options.window_left >= 0 or options.window_right >= 0
         new = 0 if k is None else k.shape[1]
-        known = _Known(AppendOptions(rotary_interleaved, moves), RowOptions.of(new, options))
+        known = _Known(AppendOptions(bool(rotary_interleaved), moves), RowOptions.of(new, options))
     batch, seqlen_q, heads_q, head_dim = q.shape
     capacity = kvcache_checks.room(given)
     if not is_tensor:
-        if is_int(lengths):
-            kvcache_checks.check_length_of_all(lengths, known.attend.new, capacity)
-        count = capacity if lengths is None else lengths
+        count = capacity
+        if lengths is not None:
+            count = kvcache_checks.length_of_all(lengths, known.attend.new, capacity)
         lengths = torch.full((batch,), count, dtype=torch.int32, device=q.device)
     packed = rotated = q.reshape(batch * seqlen_q, heads_q, head_dim)
     append = None

@@ -13,9 +13,10 @@ from .._linked.host import arguments
 from .._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
+    as_length,
     check_groups,
-    check_length,
     check_tensor,
+    is_symbol,
     kind,
 )
 from .._paged import checks as paged_checks
@@ -195,7 +196,7 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
         tensor_checks.check_lengths("cache_seqlens", cache_seqlens, q)
         _check_batch("cache_seqlens", cache_seqlens, batch)
     elif cache_seqlens is not None:
-        check_length("cache_seqlens", cache_seqlens)
+        as_length("cache_seqlens", cache_seqlens)
     if x.block_table is not None:
         for name in ("cache_batch_idx", "cache_leftpad"):
             if getattr(x, name) is not None:
@@ -225,13 +226,14 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
         raise ValueError(f"{name} must be [batch], [{batch}], got {list(x.shape)}")
 
 
-def check_length_of_all(length: int, new: int, capacity: int) -> None:
-    """Check a number that is ``cache_seqlens`` of every sequence."""
-    check_length("cache_seqlens", length)
-    if length + new > capacity:
+def length_of_all(length: Any, new: int, capacity: int) -> int:
+    """Check a number that is ``cache_seqlens`` of every sequence; return it as an int."""
+    length = as_length("cache_seqlens", length)
+    if not is_symbol(length) and length + new > capacity:
         raise ValueError(
             f"cache_seqlens must leave room for {new} new keys of {capacity}, got {length}"
         )
+    return length
 
 
 # ---- tensor data, which the operators check on the CPU

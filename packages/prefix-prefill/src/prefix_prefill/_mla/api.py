@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import as_int32, check_length, check_tensor
+from .._linked.host.arguments import as_int32, as_length, check_tensor
 from .._linked.host.forms import Memory, form_of
 from .._linked.host.operators import check_written
 from .._paged.checks import check_no_gradients, check_table
@@ -101,8 +101,8 @@ def mla_attn_func(
         check_mla(q, kv_cache, head_dim_v)
         options = check_mla_options(q, softmax_scale, causal, num_splits, return_lse)
         check_table(q, *table)
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         check_mla_descales(q, kv_cache, q_descale, kv_descale)
         dtype = check_mla_out(q, out, head_dim_v)

@@ -11,9 +11,9 @@ from .._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     FP8_DTYPES,
+    check_count,
     check_flag,
     check_fp8_hardware,
-    check_length,
     check_offset_values,
     check_scale,
     check_tensor,
@@ -71,7 +71,7 @@ def check_shapes(q: Tensor, kv_cache: Tensor, head_dim_v: int) -> None:
         raise ValueError(
             f"head_dim of kv_cache must be that of q, {q.shape[2]}, got {kv_cache.shape[2]}"
         )
-    check_length("head_dim_v", head_dim_v)
+    check_count("head_dim_v", head_dim_v, 0)
     if not 1 <= head_dim_v <= q.shape[2]:
         raise ValueError(
             f"head_dim_v must be from 1 to the head_dim of q, {q.shape[2]}, got {head_dim_v}"
@@ -145,12 +145,12 @@ def check_mla_options(
         softmax_scale = q.shape[-1] ** -0.5
     else:
         softmax_scale = check_scale("softmax_scale", softmax_scale)
-    check_length("num_splits", num_splits)
+    check_count("num_splits", num_splits, 0)
     if num_splits > MAX_SPLITS:
         raise ValueError(
             f"num_splits must be from 0 to {MAX_SPLITS}, where 0 decides by load, got {num_splits}"
         )
-    return MlaOptions(softmax_scale, causal, num_splits)
+    return MlaOptions(softmax_scale, bool(causal), num_splits)
 
 
 def check_mla_out(q: Tensor, out: Tensor | None, head_dim_v: int) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._cache.layout import gather_pages
-from .._linked.host.arguments import as_int32, check_no_gradient, check_tensor
+from .._linked.host.arguments import as_int32, as_length, check_no_gradient, check_tensor
 from .._linked.host.overlap import check_no_overlap
 from .._paged.checks import check_table
 from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
@@ -58,6 +58,8 @@ def mla_attention_reference(
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    as_length("max_seqlen_q", max_seqlen_q)
+    as_length("max_seqlen_k", max_seqlen_k)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     check_table(q, block_table, cu_seqlens_q, seqlens_k)
     options = check_mla_options(q, softmax_scale, causal, num_splits, return_lse)

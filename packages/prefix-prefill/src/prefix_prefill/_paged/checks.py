@@ -20,6 +20,7 @@ from .._linked.host.arguments import (
     check_fp8_hardware,
     check_groups,
     check_tensor,
+    is_symbol,
     kind,
 )
 from .tensor_checks import check_device, check_indices, check_lengths, check_scale_tensor
@@ -263,7 +264,7 @@ def check_invariant(
 
 def check_tree_size(max_seqlen_q: int) -> None:
     """Check that an entry of ``tree_mask`` has a bit for every new token."""
-    if max_seqlen_q > TREE_BITS:
+    if not is_symbol(max_seqlen_q) and max_seqlen_q > TREE_BITS:
         raise ValueError(
             f"max_seqlen_q must be at most {TREE_BITS}, the bits of tree_mask, got {max_seqlen_q}"
         )

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from .._linked.host.arguments import (
+    check_count,
     check_flag,
-    check_length,
     check_scale,
     check_softcap,
     check_window,
@@ -34,7 +34,7 @@ def check_options(
         softmax_scale = check_scale("softmax_scale", softmax_scale)
     softcap = check_softcap(softcap, softmax_scale)
     left, right = check_window(window_size)
-    check_length("num_splits", num_splits)
+    check_count("num_splits", num_splits, 0)
     if num_splits > MAX_SPLITS:
         raise ValueError(
             f"num_splits must be from 0 to {MAX_SPLITS}, where 0 decides by load, got {num_splits}"
@@ -50,5 +50,5 @@ def check_options(
         window_right=0 if causal else right,
         softcap=softcap,
         num_splits=num_splits,
-        invariant=invariant,
+        invariant=bool(invariant),
     )

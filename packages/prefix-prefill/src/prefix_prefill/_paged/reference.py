@@ -15,7 +15,7 @@ from torch import Tensor
 from .._cache.checks import check_kv_dtype, stored_view
 from .._cache.layout import gather_pages, head_dim_of_values, is_packed
 from .._cache.scales import check_scale_caches
-from .._linked.host.arguments import MAX_WINDOW, check_no_gradient
+from .._linked.host.arguments import MAX_WINDOW, as_length, check_no_gradient
 from .._linked.host.overlap import check_no_overlap
 from .call import Call, Options, Tensors
 from .checks import check_reference, check_tree
@@ -74,6 +74,8 @@ def paged_attention_reference(
     scales = k_scale_cache, v_scale_cache, kv_dtype
     check_scale_caches(k_cache, *scales, k_descale, v_descale, is_reference=True)
     options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    as_length("max_seqlen_k", max_seqlen_k)
     if tree_mask is not None:
         check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
         options = options._replace(window_right=-1)

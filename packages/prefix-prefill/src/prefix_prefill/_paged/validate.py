@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .._cache import checks as cache_checks
 from .._cache.layout import cache_sizes
-from .._linked.host.arguments import as_int32, check_length, check_offset_values, check_window
+from .._linked.host.arguments import as_int32, as_length, check_offset_values, check_window
 from . import checks as paged_checks
 from . import tensor_checks, values
 
@@ -52,8 +52,8 @@ def validate_paged(
     paged_checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     left, _ = check_window(window_size)
     starts = cu_seqlens_q.tolist()
     check_offset_values("cu_seqlens_q", starts, q.shape[0], "max_seqlen_q", max_seqlen_q)
