@@ -9,6 +9,7 @@ import difflib
 import functools
 import math
 import operator as operators
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from inspect import signature
 from typing import Any, NoReturn, TypeVar
@@ -30,11 +31,25 @@ FACTOR_MAX = FP32_MAX / math.log2(math.e)
 # a window of this size hides nothing, and its sum with a position fits 32 bits
 MAX_WINDOW = 2**30
 _INT64_MAX = 2**63 - 1
+# the exceptions that checks raise
+ERRORS = (TypeError, ValueError, NotImplementedError)
 _NUMPY_BOOL = "numpy", "bool"
 
 
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """Return the error of a check with the argument names of the function that was called.
+
+    Args:
+        error: one of ``ERRORS``.
+        names: old names, and words with them, each with the new one; the first that fits counts.
+    """
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+    kind = next(kind for kind in ERRORS if isinstance(error, kind))
+    return kind(words.sub(lambda found: names[found[0]], str(error)))
+
+
 def refuse_unknown(
-    names: Iterable[str], elsewhere: Mapping[str, str], function: Callable[..., Any] | None = None
+    names: Iterable[str], elsewhere: Mapping[str, str], function: Callable[..., Any]
 ) -> NoReturn:
     """Raise for the first of some unknown keyword arguments, with a hint.
 
@@ -45,7 +60,7 @@ def refuse_unknown(
     """
     name = next(iter(names))
     hint = elsewhere.get(name)
-    if hint is None and function is not None:
+    if hint is None:
         known = [p.name for p in signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else None
@@ -338,12 +353,12 @@ def is_flag(x: Any) -> bool:
 def check_window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
     """Check a window; return it with sizes clamped to ``MAX_WINDOW``, and -1 for None."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
+        raise TypeError(f"window_size must be a tuple of two ints, got {shown(window_size)}")
     left, right = (-1 if side is None else side for side in window_size)
     if not (is_int(left) and is_int(right)):
-        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
+        raise TypeError(f"window_size must be a tuple of two ints, got {shown(window_size)}")
     if left < -1 or right < -1:
-        raise ValueError(f"window_size must hold -1 or numbers from 0 up, got {window_size!r}")
+        raise ValueError(f"window_size must hold -1 or numbers from 0 up, got {shown(window_size)}")
     left = left if left < MAX_WINDOW else MAX_WINDOW
     right = right if right < MAX_WINDOW else MAX_WINDOW
     return left, right
@@ -355,7 +370,11 @@ def is_int(x: Any) -> bool:
 
 
 def shown(x: Any) -> str:
-    """Return a number as text; Python does not write integers of thousands of digits."""
+    """Return an argument as text; Python does not write integers of thousands of digits."""
+    if x.__class__ is tuple:
+        return f"({', '.join(map(shown, x))}{',' * (len(x) == 1)})"
+    if isinstance(x, str):
+        return repr(x)
     return f"an int of {x.bit_length()} bits" if x.__class__ is int and abs(x) >> 256 else str(x)
 
 

@@ -93,7 +93,11 @@ def test_without_decays_nothing_is_forgotten(device):
 
 ERRORS = [
     ({"g": torch.zeros(2, TOKENS, HEADS)}, NotImplementedError, "g must be None: a decay of each"),
-    ({"g_gamma": torch.ones(HEADS)}, ValueError, r"decay\[0\] must be at least 0, got -1"),
+    (
+        {"g_gamma": torch.ones(HEADS)},
+        ValueError,
+        r"the negative of g_gamma\[0\] must be at least 0, got -1",
+    ),
     ({"g_gamma": torch.zeros(2)}, ValueError, r"g_gamma must be \[heads\], \[3\], got \[2\]"),
     ({"g_gamma": torch.zeros(HEADS).int()}, TypeError, "g_gamma must be of a float dtype"),
     ({"g_gamma": -0.5}, TypeError, "g_gamma must be a torch.Tensor, got float"),

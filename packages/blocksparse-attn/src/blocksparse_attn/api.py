@@ -76,7 +76,7 @@ def blocksparse_attn_func(
         NotImplementedError: on forward-mode differentiation.
     """
     if unknown:
-        checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown, blocksparse_attn_func)
     checks.check_is_layout(layout)
     must_repeat = deterministic, tiles.repeats()
     form = form_of(
@@ -158,7 +158,7 @@ def blocksparse_attn_varlen_func(
         NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
     """
     if unknown:
-        checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown, blocksparse_attn_varlen_func)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
     checks.check_is_layout(layout)
     max_seqlen_q = arguments.as_length("max_seqlen_q", max_seqlen_q)

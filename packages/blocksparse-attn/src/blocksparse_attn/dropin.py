@@ -14,6 +14,14 @@ from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
 
+# argument names of the checks: names in these functions
+_NAMES = {
+    "softmax_scale": "sm_scale",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+    "layout": "sparse_layout",
+}
+_PATTERN = {"num_heads": "n_heads", "head_range": "active_head_range"}
 # layouts of tensors that are still alive and unchanged
 _known: dict[tuple[Any, ...], tuple[Any, Any, tuple[int, int], BlockSparseLayout]] = {}
 
@@ -59,7 +67,9 @@ def blocksparse_flash_attn_varlen_fwd(
     if not isinstance(sparse_layout, (tuple, list)) or len(sparse_layout) != 2:
         raise TypeError(f"sparse_layout must be (crow, col), got {type(sparse_layout).__name__}")
     block_q = block_size if q_block_size is None else q_block_size
-    layout = _layout_of(*sparse_layout, check_block_size((block_q, block_size)))
+    side_k, _ = check_block_size(block_size)
+    side_q, _ = check_block_size(block_q, "q_block_size")
+    layout = _layout_of(*sparse_layout, (side_q, side_k))
     if max_seqlen is None:
         max_seqlen = layout.num_rows * layout.block_size[0]
     max_seqlen = arguments.as_length("max_seqlen", max_seqlen)
@@ -106,16 +116,20 @@ class LocalStridedBlockSparseAttn(nn.Module):
         self.local_blocks, self.vert_stride = local_blocks, vert_stride
         self.homo_head, self.active_head_range = homo_head, active_head_range
         self.head_sliding_step = get_head_sliding_step(n_heads, vert_stride, homo_head)
-        self.layout = BlockSparseLayout.local_strided(
-            n_heads,
-            max_seqlen,
-            (self.q_block_size, block_size),
-            local_blocks,
-            vert_stride,
-            homo_head,
-            active_head_range,
-            device=device,
-        )
+        check_block_size(self.q_block_size, "q_block_size")
+        try:
+            self.layout = BlockSparseLayout.local_strided(
+                n_heads,
+                max_seqlen,
+                (self.q_block_size, block_size),
+                local_blocks,
+                vert_stride,
+                homo_head,
+                active_head_range,
+                device=device,
+            )
+        except arguments.ERRORS as error:
+            raise arguments.renamed(error, _PATTERN) from error
 
     @property
     def sparse_layout(self) -> tuple[Tensor, Tensor]:
@@ -140,6 +154,9 @@ class LocalStridedBlockSparseAttn(nn.Module):
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
     """Return the shift of the columns, in blocks, from one head to the next."""
+    arguments.check_count("n_heads", n_heads)
+    arguments.check_count("vert_stride", vert_stride)
+    arguments.check_flag("homo_head", homo_head)
     return 0 if homo_head else max(1, vert_stride // n_heads)
 
 
@@ -182,9 +199,12 @@ def get_sparse_attn_mask(
     arguments.check_choice("dense_mask_type", dense_mask_type, ("binary", "bias"))
     max_seqlen = arguments.as_length("max_seqlen", max_seqlen)
     q_len = arguments.as_length("q_len", q_len)
-    layout = BlockSparseLayout.local_strided(
-        n_heads, max_seqlen, block_size, local_blocks, vert_stride, homo_head, device=device
-    )
+    try:
+        layout = BlockSparseLayout.local_strided(
+            n_heads, max_seqlen, block_size, local_blocks, vert_stride, homo_head, device=device
+        )
+    except arguments.ERRORS as error:
+        raise arguments.renamed(error, _PATTERN) from error
     if q_len > max_seqlen:
         raise ValueError(f"q_len must be at most max_seqlen, {max_seqlen}, got {q_len}")
     kept = layout.to_dense()
@@ -216,9 +236,12 @@ def _attend(
 ) -> Tensor:
     starts_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, max_seqlen)
     offsets = _offsets(starts_q, cu_seqlens_k)
-    result: Any = blocksparse_attn_varlen_func(
-        q, k, v, *offsets, longest_q, max_seqlen, layout, softmax_scale=sm_scale
-    )
+    try:
+        result: Any = blocksparse_attn_varlen_func(
+            q, k, v, *offsets, longest_q, max_seqlen, layout, softmax_scale=sm_scale
+        )
+    except arguments.ERRORS as error:
+        raise arguments.renamed(error, _NAMES) from error
     return result  # type: ignore[no-any-return]
 
 
@@ -251,7 +274,11 @@ def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor
 
 def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockSparseLayout:
     """Return the layout of two tensors, cached while the tensors live and do not change."""
-    check_csr(crow, col, (2,))
+    try:
+        check_csr(crow, col, (2,))
+    except arguments.ERRORS as error:
+        names = {"crow": "sparse_layout[0]", "col": "sparse_layout[1]"}
+        raise arguments.renamed(error, names) from error
     one = crow.stride(0) == 0 and col.stride(0) == 0
     parts = (crow[:1], col[:1]) if one else (crow, col)
     # tensors of inference mode have no version, so writes to them cannot be detected

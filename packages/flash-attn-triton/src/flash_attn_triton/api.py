@@ -125,7 +125,7 @@ def flash_attn_func(
             FP8, dropout, ``bias`` and ``alibi_slopes``.
     """
     if unknown:
-        dense_options.refuse_unknown(unknown)
+        dense_options.refuse_unknown(unknown, flash_attn_func)
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     given = Arguments(
@@ -239,7 +239,7 @@ def flash_attn_varlen_func(
             f"package prefix-prefill, got {type(block_table).__name__}"
         )
     if unknown:
-        dense_options.refuse_unknown(unknown)
+        dense_options.refuse_unknown(unknown, flash_attn_varlen_func)
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)

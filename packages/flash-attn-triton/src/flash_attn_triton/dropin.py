@@ -11,6 +11,17 @@ from ._linked.host.overlap import check_no_overlap
 from .api import flash_attn_varlen_func
 
 _NAMES = ("q", "k", "v")
+# argument names of the checks: names in this function
+_RENAMED = {
+    "max_seqlen_q": "max_seqlens_q",
+    "max_seqlen_k": "max_seqlens_k",
+    "softmax_scale": "sm_scale",
+    "q_descale": "fp8_scales[0]",
+    "k_descale": "fp8_scales[1]",
+    "v_descale": "fp8_scales[2]",
+    "out_scale": "fp8_out_scale",
+    "out_dtype": "fp8_out_scale",
+}
 
 
 def triton_attention(
@@ -98,25 +109,28 @@ def triton_attention(
 
     # a result in the caller's tensor has no graph
     with torch.set_grad_enabled(torch.is_grad_enabled() and o is None):
-        out = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlens_q,
-            max_seqlens_k,
-            softmax_scale=sm_scale,
-            causal=causal,
-            bias=bias,
-            q_descale=descales[0],
-            k_descale=descales[1],
-            v_descale=descales[2],
-            out_dtype=out_dtype,
-            out_scale=fp8_out_scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            invariant=invariant,
-        )
+        try:
+            out = flash_attn_varlen_func(
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlens_q,
+                max_seqlens_k,
+                softmax_scale=sm_scale,
+                causal=causal,
+                bias=bias,
+                q_descale=descales[0],
+                k_descale=descales[1],
+                v_descale=descales[2],
+                out_dtype=out_dtype,
+                out_scale=fp8_out_scale,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                invariant=invariant,
+            )
+        except arguments.ERRORS as error:
+            raise arguments.renamed(error, _RENAMED) from error
         # the result is a tensor: neither the LSE nor the probabilities were asked for
         out = cast("Tensor", out)
         return (out, None) if o is None else (o.copy_(out), None)

@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from ._linked.host.arguments import check_tensor
+from ._linked.host.arguments import ERRORS, check_tensor, renamed
 from .api import Result, flash_attn_func, flash_attn_varlen_func
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+# argument names of the checks: names in these functions
+_KV = {"k and v": "kv", "k": "kv", "v": "kv"}
+_QKV = {"q, k and v": "qkv"} | dict.fromkeys("qkv", "qkv")
+_VARLEN_QKV = _QKV | {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
 
 
 class Keywords(TypedDict, total=False):
@@ -86,20 +97,23 @@ def flash_attn_qkvpacked_func(
         NotImplementedError: as :func:`flash_attn_func` does.
     """
     q, k, v = _unpack("qkv", qkv, "[batch, seqlen, 3, heads, head_dim]", 5, 3)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    try:
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except ERRORS as error:
+        raise renamed(error, _QKV) from error
 
 
 @_with_keywords_of(flash_attn_func)
@@ -132,20 +146,23 @@ def flash_attn_kvpacked_func(
         NotImplementedError: as :func:`flash_attn_func` does.
     """
     k, v = _unpack("kv", kv, "[batch, seqlen_k, 2, heads_k, head_dim]", 5, 2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    try:
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except ERRORS as error:
+        raise renamed(error, _KV) from error
 
 
 @_with_keywords_of(flash_attn_varlen_func)
@@ -180,24 +197,27 @@ def flash_attn_varlen_qkvpacked_func(
         NotImplementedError: as :func:`flash_attn_func` does.
     """
     q, k, v = _unpack("qkv", qkv, "[tokens, 3, heads, head_dim]", 4, 3)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    try:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except ERRORS as error:
+        raise renamed(error, _VARLEN_QKV) from error
 
 
 @_with_keywords_of(flash_attn_varlen_func)
@@ -234,24 +254,27 @@ def flash_attn_varlen_kvpacked_func(
         NotImplementedError: as :func:`flash_attn_func` does.
     """
     k, v = _unpack("kv", kv, "[tokens_k, 2, heads_k, head_dim]", 4, 2)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **options,
-    )
+    try:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            **options,
+        )
+    except ERRORS as error:
+        raise renamed(error, _KV) from error
 
 
 def _unpack(name: str, packed: Tensor, form: str, ndim: int, parts: int) -> tuple[Tensor, ...]:

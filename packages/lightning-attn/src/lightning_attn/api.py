@@ -69,7 +69,7 @@ def lightning_attn_func(
         NotImplementedError: on forward-mode differentiation.
     """
     if unknown:
-        checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown, lightning_attn_func)
     form = form_of(
         (q, k, v), (decay, initial_state), (scale, output_final_state, schedule), packed=False
     )
@@ -141,7 +141,7 @@ def lightning_attn_varlen_func(
             differentiation.
     """
     if unknown:
-        checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown, lightning_attn_varlen_func)
     cu_seqlens = as_int32(cu_seqlens)
     form = form_of(
         (q, k, v),
@@ -227,7 +227,7 @@ def lightning_attn_decode(
         NotImplementedError: if an input requires a gradient.
     """
     if unknown:
-        checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown, lightning_attn_decode)
     form = form_of(
         (q, k, v), (state_cache, decay, slot_idx, out, states_out), (scale,), packed=False
     )

@@ -4,7 +4,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ._linear import checks, ops
-from ._linked.host.arguments import check_count, check_tensor
+from ._linked.host.arguments import ERRORS, check_count, check_tensor, renamed
 from .api import lightning_attn_decode
 
 
@@ -53,7 +53,10 @@ def lightning_attention(
         checks.check_initial_state("kv_history", kv_history, q.shape[0], q, v)
     given = {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history}
     checks.check_no_gradient("lightning_attention", **given)
-    out, states = ops.forward_with_states(q, k, v, rates, kv_history, 1.0, block_size)
+    try:
+        out, states = ops.forward_with_states(q, k, v, rates, kv_history, 1.0, block_size)
+    except ERRORS as error:
+        raise renamed(error, {"decay": "ed"}) from error
     return out.transpose(1, 2), states
 
 
@@ -93,5 +96,8 @@ def linear_decode_forward_triton(
     check_tensor("kv_caches", kv_caches)
     check_tensor("slope_rate", slope_rate)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = lightning_attn_decode(q, k, v, kv_caches, slope_rate, slot_idx)
+    try:
+        out = lightning_attn_decode(q, k, v, kv_caches, slope_rate, slot_idx)
+    except ERRORS as error:
+        raise renamed(error, {"state_cache": "kv_caches", "decay": "slope_rate"}) from error
     return rearrange(out, "b 1 h e -> b (h e)")

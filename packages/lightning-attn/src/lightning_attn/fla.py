@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ._linked.host.arguments import check_device, check_tensor, refuse_unknown
+from ._linked.host.arguments import ERRORS, check_device, check_tensor, refuse_unknown, renamed
 from .api import lightning_attn_func, lightning_attn_varlen_func
 
 __all__ = ["chunk_simple_gla"]
@@ -71,7 +71,7 @@ def chunk_simple_gla(
         NotImplementedError: on ``g``, and on forward-mode differentiation.
     """
     if unknown:
-        refuse_unknown(unknown, _ELSEWHERE)
+        refuse_unknown(unknown, _ELSEWHERE, chunk_simple_gla)
     if g is not None:
         raise NotImplementedError(
             "g must be None: a decay of each token is not offered, got "
@@ -81,33 +81,36 @@ def chunk_simple_gla(
     if q.ndim != 4:
         raise ValueError(f"q must be [batch, seqlen, heads, d], got {list(q.shape)}")
     decay = _decay_of(q, g_gamma)
-    if cu_seqlens is None:
-        return lightning_attn_func(
-            q,
-            k,
-            v,
+    try:
+        if cu_seqlens is None:
+            return lightning_attn_func(
+                q,
+                k,
+                v,
+                decay,
+                scale=scale,
+                initial_state=initial_state,
+                output_final_state=output_final_state,
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+            if x.ndim != 4 or x.shape[0] != 1:
+                raise ValueError(
+                    f"{name} must be [1, tokens, heads, ...] with cu_seqlens, got {list(x.shape)}"
+                )
+        out, state = lightning_attn_varlen_func(
+            q[0],
+            k[0],
+            v[0],
             decay,
+            cu_seqlens,
             scale=scale,
             initial_state=initial_state,
             output_final_state=output_final_state,
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if x.ndim != 4 or x.shape[0] != 1:
-            raise ValueError(
-                f"{name} must be [1, tokens, heads, ...] with cu_seqlens, got {list(x.shape)}"
-            )
-    out, state = lightning_attn_varlen_func(
-        q[0],
-        k[0],
-        v[0],
-        decay,
-        cu_seqlens,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-    )
-    return out[None], state
+        return out[None], state
+    except ERRORS as error:
+        raise renamed(error, {"decay": "the negative of g_gamma"}) from error
 
 
 def _decay_of(q: Tensor, g_gamma: Tensor | None) -> Tensor:

@@ -151,7 +151,7 @@ def paged_attn_func(
             ``v`` with an FP8 cache.
     """
     if unknown:
-        paged_checks.refuse_unknown(unknown)
+        paged_checks.refuse_unknown(unknown, paged_attn_func)
     check_tensor("q", q)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     rows = [x for x in (q, k, v, out, tree_mask) if x is not None]

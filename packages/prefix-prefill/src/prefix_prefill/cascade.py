@@ -74,7 +74,7 @@ def shared_prefix_attn_func(
         NotImplementedError: as :func:`paged_attn_func` does.
     """
     if unknown:
-        paged_checks.refuse_unknown(unknown)
+        paged_checks.refuse_unknown(unknown, shared_prefix_attn_func)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     cache_checks.check_kv_dtype(kv_dtype)
     k_cache = cache_checks.stored_view(q, k_cache, kv_dtype)

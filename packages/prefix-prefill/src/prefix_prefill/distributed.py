@@ -78,7 +78,7 @@ def paged_attn_func(
             gradient.
     """
     if unknown:
-        paged_checks.refuse_unknown(unknown)
+        paged_checks.refuse_unknown(unknown, paged_attn_func)
     check_tensor("q", q)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)

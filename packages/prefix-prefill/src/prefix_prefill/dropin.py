@@ -6,6 +6,7 @@ from torch import Tensor
 from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import (
+    ERRORS,
     as_int32,
     as_length,
     check_choice,
@@ -14,6 +15,7 @@ from ._linked.host.arguments import (
     is_flag,
     is_int,
     kind,
+    renamed,
 )
 from ._linked.host.forms import Memory, form_of
 from ._linked.host.operators import check_written
@@ -21,7 +23,6 @@ from ._paged import checks as paged_checks
 from ._paged import ops
 from ._paged import options as paged_options
 from ._paged.call import Checked, Tensors
-from ._paged.names import ERRORS, renamed
 
 _known: Memory[Checked] = Memory()
 

@@ -4,7 +4,7 @@ Except for ``check_values``, they read types, shapes, dtypes, strides and device
 data: so they neither wait for the device nor break a graph capture.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -61,9 +61,9 @@ _ELSEWHERE = {
 }
 
 
-def refuse_unknown(names: Iterable[str]) -> NoReturn:
+def refuse_unknown(names: Iterable[str], function: Callable[..., Any]) -> NoReturn:
     """Raise for unknown keyword arguments, and name the ones to use instead."""
-    arguments.refuse_unknown(names, _ELSEWHERE)
+    arguments.refuse_unknown(names, _ELSEWHERE, function)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:

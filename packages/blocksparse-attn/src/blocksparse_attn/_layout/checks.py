@@ -16,6 +16,8 @@ from .._linked.host.arguments import (
     check_flag,
     check_groups,
     check_tensor,
+    is_int,
+    shown,
 )
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -29,18 +31,18 @@ def check_indices(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
 
 
-def check_block_size(block_size: Any) -> tuple[int, int]:
+def check_block_size(block_size: Any, name: str = "block_size") -> tuple[int, int]:
     """Check a block size; return it as ``(q, k)``."""
     sides = block_size
-    if isinstance(block_size, int):
+    if is_int(block_size):
         sides = (block_size, block_size)
     if not isinstance(sides, Sequence) or len(sides) != 2:
-        raise TypeError(f"block_size must be an int or a pair (q, k), got {block_size!r}")
+        raise TypeError(f"{name} must be an int or a pair (q, k), got {shown(block_size)}")
     for side in sides:
-        if not isinstance(side, int) or isinstance(side, bool):
-            raise TypeError(f"block_size must be an int or a pair (q, k), got {block_size!r}")
+        if not is_int(side):
+            raise TypeError(f"{name} must be an int or a pair (q, k), got {shown(block_size)}")
         if side not in BLOCK_SIZES:
-            raise ValueError(f"block_size must be 16, 32, 64 or 128, got {block_size!r}")
+            raise ValueError(f"{name} must be 16, 32, 64 or 128, got {shown(block_size)}")
     return sides[0], sides[1]
 
 

@@ -1,7 +1,7 @@
 """Checks of the options: arguments that are neither tensors nor describe one."""
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -40,9 +40,9 @@ _ELSEWHERE = {
 }
 
 
-def refuse_unknown(names: Iterable[str]) -> NoReturn:
+def refuse_unknown(names: Iterable[str], function: Callable[..., Any]) -> NoReturn:
     """Raise for unknown keyword arguments, and name the argument to use."""
-    arguments.refuse_unknown(names, _ELSEWHERE)
+    arguments.refuse_unknown(names, _ELSEWHERE, function)
 
 
 def check_options(q: Tensor, given: Arguments) -> Options:

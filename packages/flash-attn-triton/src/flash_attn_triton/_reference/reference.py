@@ -64,7 +64,7 @@ def attention_reference(
         ValueError: on a shape of ``q``, ``k`` or ``v``, or a range.
     """
     if unknown:
-        refuse_unknown(unknown)
+        refuse_unknown(unknown, attention_reference)
     given = Arguments(
         dropout_p,
         softmax_scale,
@@ -115,7 +115,7 @@ def varlen_attention_reference(
     ``rng_state`` and results as in :func:`attention_reference`. Offsets are read on the host.
     """
     if unknown:
-        refuse_unknown(unknown)
+        refuse_unknown(unknown, varlen_attention_reference)
     given = Arguments(
         dropout_p,
         softmax_scale,

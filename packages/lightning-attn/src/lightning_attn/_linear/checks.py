@@ -4,8 +4,8 @@ They use only types, shapes, dtypes, strides and devices, never tensor data, so 
 wait for the device nor break a graph capture.
 """
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,9 +98,9 @@ def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
     return decay.reshape(heads)
 
 
-def refuse_unknown(names: Iterable[str]) -> NoReturn:
+def refuse_unknown(names: Iterable[str], function: Callable[..., Any]) -> NoReturn:
     """Raise for keyword arguments that do not exist, with a hint."""
-    arguments.refuse_unknown(names, _ELSEWHERE)
+    arguments.refuse_unknown(names, _ELSEWHERE, function)
 
 
 def check_scale_of(q: Tensor, scale: float | None) -> float:

@@ -4,6 +4,7 @@ Calls on CPU tensors always run them. On a GPU they are for debugging and tests:
 tensor to the host, so it waits for the device, and a CUDA graph cannot capture it.
 """
 
+import torch
 from torch import Tensor
 
 from .._linked.host.arguments import as_int32, check_tensor
@@ -21,6 +22,8 @@ def validate_decay(decay: Tensor) -> None:
         ValueError: for the first wrong value, with its index.
     """
     check_tensor("decay", decay)
+    if not decay.dtype.is_floating_point:
+        raise TypeError(f"decay must be of a float dtype, got {decay.dtype}")
     for i, rate in enumerate(decay.reshape(-1).tolist()):
         # written so that NaN fails
         if not rate >= 0.0:
@@ -69,7 +72,13 @@ def validate_slots(slots: Tensor, state_cache: Tensor, name: str = "slots") -> N
         ValueError: for the first wrong value, with its index.
     """
     check_tensor(name, slots)
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {slots.dtype}")
+    if slots.ndim != 1:
+        raise ValueError(f"{name} must be [batch], got {list(slots.shape)}")
     check_tensor("state_cache", state_cache)
+    if state_cache.ndim != 4:
+        raise ValueError(f"state_cache must be [slots, heads, d, e], got {list(state_cache.shape)}")
     seen: dict[int, int] = {}
     for i, slot in enumerate(slots.tolist()):
         if slot < 0:

@@ -120,7 +120,7 @@ def flash_attn_with_kvcache(
             gradient.
     """
     if unknown:
-        kvcache_checks.refuse_unknown(unknown)
+        kvcache_checks.refuse_unknown(unknown, flash_attn_with_kvcache)
     check_tensor("q", q)
     cache_leftpad = as_int32(cache_leftpad)
     given = kvcache_checks.Given(

@@ -1,6 +1,6 @@
 """Argument checks of ``flash_attn_with_kvcache``; see ``_paged/checks.py``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -58,9 +58,9 @@ class Given(NamedTuple):
     v_scale_cache: Tensor | None
 
 
-def refuse_unknown(names: Iterable[str]) -> NoReturn:
+def refuse_unknown(names: Iterable[str], function: Callable[..., Any]) -> NoReturn:
     """Raise for unknown keyword arguments; the message names the argument to use instead."""
-    arguments.refuse_unknown(names, _ELSEWHERE)
+    arguments.refuse_unknown(names, _ELSEWHERE, function)
 
 
 def room(x: Given | AppendTensors | RowTensors) -> int:
@@ -82,6 +82,7 @@ def check(x: Given, cache_seqlens: Any, kv_dtype: str | None) -> None:
     _check_caches(x, kv_dtype)
     scales = x.k_scale_cache, x.v_scale_cache
     check_scale_caches(x.k_cache, *scales, kv_dtype, None, None)
+    _check_table(x)
     _check_new(x, cache_seqlens)
     _check_rotary(x)
     _check_places(x, cache_seqlens)
@@ -189,8 +190,21 @@ def _check_rotary(x: Given) -> None:
         )
 
 
+def _check_table(x: Given) -> None:
+    """Check the page table, which says how much room there is."""
+    if x.block_table is None:
+        return
+    batch = x.q.shape[0]
+    tensor_checks.check_indices("block_table", x.block_table, "q", x.q, 2)
+    if x.block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must be [batch, max_blocks], [{batch}, max_blocks], got "
+            f"{list(x.block_table.shape)}"
+        )
+
+
 def _check_places(x: Given, cache_seqlens: Any) -> None:
-    """Check lengths, rows, left padding and page table."""
+    """Check lengths, rows and left padding."""
     q, batch = x.q, x.q.shape[0]
     if isinstance(cache_seqlens, Tensor):
         tensor_checks.check_lengths("cache_seqlens", cache_seqlens, q)
@@ -201,12 +215,6 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
         for name in ("cache_batch_idx", "cache_leftpad"):
             if getattr(x, name) is not None:
                 raise NotImplementedError(f"{name} must be None beside block_table, got Tensor")
-        tensor_checks.check_indices("block_table", x.block_table, "q", q, 2)
-        if x.block_table.shape[0] != batch:
-            raise ValueError(
-                f"block_table must be [batch, max_blocks], [{batch}, max_blocks], got "
-                f"{list(x.block_table.shape)}"
-            )
         return
     if x.cache_batch_idx is not None:
         tensor_checks.check_indices("cache_batch_idx", x.cache_batch_idx, "q", q, 1)

@@ -4,8 +4,8 @@ The checks read types, shapes, dtypes, strides and devices, never tensor data, s
 for the device nor break a graph capture.
 """
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,9 +58,9 @@ _ELSEWHERE = {
 }
 
 
-def refuse_unknown(names: Iterable[str]) -> NoReturn:
+def refuse_unknown(names: Iterable[str], function: Callable[..., Any]) -> NoReturn:
     """Raise for unknown keyword arguments; the message names the argument to use instead."""
-    arguments.refuse_unknown(names, _ELSEWHERE)
+    arguments.refuse_unknown(names, _ELSEWHERE, function)
 
 
 def check_paged(

@@ -30,12 +30,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._linked.host.arguments import ERRORS, renamed
 from ..api import paged_attn_func
 
 __all__ = ["Handle", "register"]
 
 _OPERATORS = ("_varlen_attn", "_varlen_attn_out")
 _active: _Overrides | None = None
+
+
+# argument names of paged_attn_func: names in PyTorch's function
+_NAMES = {
+    "q": "query",
+    "k_cache": "key",
+    "v_cache": "value",
+    "cu_seqlens_q": "cu_seq_q",
+    "seqlens_k": "seqused_k",
+    "max_seqlen_q": "max_q",
+    "max_seqlen_k": "max_k",
+    "softmax_scale": "scale",
+    "causal": "is_causal",
+}
 
 
 class Handle:
@@ -143,22 +158,25 @@ def _attend(
             "varlen_attn_out takes values with a head_dim of their own"
         )
     left, right = (-1, -1) if window_size is None else window_size
-    result, lse = paged_attn_func(
-        query,
-        key,
-        value,
-        block_table,
-        cu_seq_q,
-        seqused_k,
-        max_q,
-        max_k,
-        softmax_scale=scale,
-        causal=is_causal,
-        window_size=(left, right),
-        num_splits=num_splits or 0,
-        out=out,
-        return_lse=True,
-    )
+    try:
+        result, lse = paged_attn_func(
+            query,
+            key,
+            value,
+            block_table,
+            cu_seq_q,
+            seqused_k,
+            max_q,
+            max_k,
+            softmax_scale=scale,
+            causal=is_causal,
+            window_size=(left, right),
+            num_splits=num_splits or 0,
+            out=out,
+            return_lse=True,
+        )
+    except ERRORS as error:
+        raise renamed(error, _NAMES) from error
     if out is not None:
         return lse
     if result.stride() != query.stride() and result.shape == query.shape:
