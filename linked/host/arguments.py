@@ -12,7 +12,7 @@ import operator as operators
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from inspect import signature
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from attn_common import detect, fp8_dtype
@@ -260,15 +260,16 @@ def as_length(name: str, length: Any) -> int:
     is returned as it is: a comparison would make a graph for one outcome, so the operators check
     its value.
     """
+    number: int = length
     # of a symbol, the compiler says that this is False
     if length.__class__ is not int:
         if is_flag(length) or (isinstance(length, Tensor) and _is_no_number(length)):
             raise TypeError(f"{name} must be an int, got {kind(length)}")
-        length = _index_of(name, length)
-        if is_symbol(length):
-            return length
-    _check_bounds(name, length, 0)
-    return length
+        number = _index_of(name, length)
+        if is_symbol(number):
+            return number
+    _check_bounds(name, number, 0)
+    return number
 
 
 def check_count(name: str, x: Any, least: int = 1) -> None:
@@ -297,7 +298,7 @@ def is_symbol(length: int) -> bool:
 def _index_of(name: str, x: Any) -> int:
     # while a graph is traced the type of a symbol is int
     if isinstance(x, torch.SymInt) or type(x) is int:
-        return x
+        return cast("int", x)
     if isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} must be an int while a stream captures, which a tensor on a GPU would end, "

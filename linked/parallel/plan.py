@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host.arguments import check_tensor, check_window, kind
+from ..host.arguments import check_count, check_tensor, check_window, kind
 from .layout import Layout, layout_of
-from .shards import SHARDS, Run, check_count, check_rank, check_shard, merged
+from .shards import SHARDS, Run, check_rank, check_shard, merged
 
 _RULES = ("balanced", *SHARDS)
 

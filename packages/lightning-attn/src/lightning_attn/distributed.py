@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ._linear import checks
 from ._linear.call import Options, Tensors
-from ._linked.host.arguments import check_flag, kind
+from ._linked.host.arguments import check_count, check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
 from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
 from ._linked.parallel.groups import Where, group_named, where
 from ._linked.parallel.plan import ShardPlan
-from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
+from ._linked.parallel.shards import check_shard, shard, shard_size, unshard
 from ._parallel.ops import call_forward, compare_calls
 from ._parallel.passes import NAMES, Sharded, compare
 

@@ -58,7 +58,7 @@ def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: Any) -> 
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [segments + 1], got {list(cu_seqlens.shape)}")
     segments = cu_seqlens.shape[0] - 1
-    max_seqlen = as_length("max_seqlen", max_seqlen)
+    longest = as_length("max_seqlen", max_seqlen)
     if isinstance(parents, Tensor):
         check_offsets("parents", parents, q)
     elif not isinstance(parents, (list, tuple)):
@@ -76,7 +76,7 @@ def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: Any) -> 
             if not is_int(parent):
                 raise TypeError(f"parents[{i}] must be an int, got {kind(parent)}")
         check_parent_values(parents)
-    return max_seqlen
+    return longest
 
 
 def check_tree_values(

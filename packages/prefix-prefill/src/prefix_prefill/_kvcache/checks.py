@@ -236,12 +236,12 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
 
 def length_of_all(length: Any, new: int, capacity: int) -> int:
     """Check a number that is ``cache_seqlens`` of every sequence; return it as an int."""
-    length = as_length("cache_seqlens", length)
-    if not is_symbol(length) and length + new > capacity:
+    number = as_length("cache_seqlens", length)
+    if not is_symbol(number) and number + new > capacity:
         raise ValueError(
-            f"cache_seqlens must leave room for {new} new keys of {capacity}, got {length}"
+            f"cache_seqlens must leave room for {new} new keys of {capacity}, got {number}"
         )
-    return length
+    return number
 
 
 # ---- tensor data, which the operators check on the CPU
