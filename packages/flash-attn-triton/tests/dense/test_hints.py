@@ -47,8 +47,10 @@ def test_packed_forms_refuse_likewise():
         call()
         with pytest.raises(TypeError, match="sm_scale is no argument here: use softmax_scale"):
             call(sm_scale=0.5)
-        with pytest.raises(TypeError, match=r"causl is no argument here$"):
+        with pytest.raises(TypeError, match=r"causl is no argument here: did you mean causal\?$"):
             call(causl=True)
+        with pytest.raises(TypeError, match=r"nothing_like_it is no argument here$"):
+            call(nothing_like_it=True)
 
 
 @pytest.mark.parametrize("function", ["flash_attn_func", "attention_reference"])

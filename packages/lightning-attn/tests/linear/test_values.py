@@ -185,13 +185,18 @@ DECAYS = {
 }
 
 
-@pytest.mark.parametrize("call", DECAYS.values(), ids=DECAYS)
-def test_a_decay_below_zero_raises(call):
+# the caller's name of the argument
+RENAMED = {"drop-in": "ed", "drop-in, decode": "slope_rate"}
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+def test_a_decay_below_zero_raises(kind):
+    call, name = DECAYS[kind], RENAMED.get(kind, "decay")
     call(torch.tensor([0.1, 0.0, 2.0]))
     for _ in range(2):  # the second call knows the form
-        with pytest.raises(ValueError, match=r"^decay\[1\] must be at least 0, got -0.5"):
+        with pytest.raises(ValueError, match=rf"^{name}\[1\] must be at least 0, got -0.5"):
             call(torch.tensor([0.1, -0.5, 2.0]))
-    with pytest.raises(ValueError, match=r"^decay\[0\] must be at least 0, got nan"):
+    with pytest.raises(ValueError, match=rf"^{name}\[0\] must be at least 0, got nan"):
         call(torch.tensor([math.nan, 0.0, 0.0]))
 
 

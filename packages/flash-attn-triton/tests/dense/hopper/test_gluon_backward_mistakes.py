@@ -50,6 +50,7 @@ MISTAKES = [
     ("columns", "walk_tiles", "dq = wait_for(dq, 2 * PANELS)", "pass"),
     ("columns", "walk_tiles", WAIT_DK, ARRIVE_Q + "; " + WAIT_DK),
     ("columns", "multiply_dq", "turn % 2 * 2", "0"),
+    ("columns", "_part_of_panel", "NUMBER * WIDTH", "0"),
     ("rows", "multiply_dq", "W * 64, 64, 1", "0, 64, 1"),
     ("columns", "write", "hopper.fence_async_shared()", "pass"),
     ("columns", "stage_panels", "hopper.fence_async_shared()", "pass"),
@@ -58,8 +59,8 @@ MISTAKES = [
     (
         "rows",
         "send",
-        "program.maps.sums, row, program.dq_s, W",
-        "program.maps.sums, row, program.dq_s, 0",
+        "row, buffers, NUMBER",
+        "row, buffers, 0",
     ),
     ("columns", "make_pipeline", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
     ("wide", "_walk_scores", "barrier_arrive(GIVEN + buffer, 256, 4)", "pass"),
@@ -126,14 +127,14 @@ def test_values_with_a_mistake(function, right, wrong, backward):
 
 
 MISTAKES_OF_PANELS = [
-    ("columns", "_part_of_panel", "NUMBER * WIDTH", "0"),
-    ("columns", "add_panels", "row + buffers[0].shape[1]", "row"),
+    ("columns", "own_panels", "(panels[W],)", "(panels[0],)"),
+    ("columns", "rows_before", "2 * tile.HEAD_DIM if is_each", "0 if is_each"),
+    ("rows", "add_panels", "row + buffers[0].shape[1]", "row"),
     ("columns", "expect_tiles", "nbytes + MORE", "nbytes"),
     ("columns", "write_panels", "_behind(descs, where)", "where"),
     ("columns", "walk_tiles", "wait_for(dq, 2 * PANELS)", "wait_for(dq, 2 * PANELS + 1)"),
-    ("columns", "walk_tiles", "wait_for(dv, 2 * PANELS)", "wait_for(dv, 2 * PANELS + 1)"),
+    ("columns", "walk_tiles", "wait_for(dv, 2 * len(dq))", "wait_for(dv, 2 * len(dq) + 1)"),
     ("columns", "walk_tiles", "wait(PANELS_V, deps=(dp,))", "wait(PANELS_V + 1, deps=(dp,))"),
-    ("apart", "add_by_threads", "pointer + SIZE", "pointer"),
     ("wide", "_columns", "W * WIDTH, WIDTH", "0, WIDTH"),
     ("wide", "_walk_scores", "wait(len(k), deps=(more,))", "wait(len(k) + 1, deps=(more,))"),
     ("wide", "_walk_scores", "part_ptr + FIRST", "part_ptr"),
@@ -246,6 +247,7 @@ MISTAKES_OF_SHARES = [
     ("place_in_sums", "found.k_start // TILE.BLOCK_N +", ""),
     ("hand_in", "(TILE.BLOCK_N // ROWS) + number", "(TILE.BLOCK_N // ROWS)"),
     ("_finish", "tensors.dv_sums_ptr", "tensors.dk_sums_ptr"),
+    ("add_by_threads", "pointer + SIZE", "pointer"),
 ]
 
 
@@ -257,7 +259,7 @@ def test_shares_with_a_mistake(function, right, wrong, backward):
     def serve(reverse):
         backward(KINDS["columns"], reverse, shares=2).plant(function, right, wrong)
 
-    fixed = make_case(Shape(2, 140, 150, 4, 2, 48), torch.bfloat16, "cpu", ("causal",))
+    fixed = make_case(Shape(2, 140, 150, 4, 2, 96), torch.bfloat16, "cpu", ("causal",))
     packed = make_packed(Packed((70, 0, 90), (140, 30, 175), 4, 2, 48), torch.float16, "cpu")
     assert caught(serve, fixed, grad=True) or caught(serve, packed, grad=True)
 
