@@ -180,6 +180,8 @@ def blocksparse_attn_varlen_func(
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout._rule)
     known = None if form is None else layout._calls.get(form)
     if known is None:
+        if block_table is not None:
+            arguments.check_tensor("block_table", block_table)
         checks.check_qkv(q, k, v, 3, paged=block_table is not None)
         is_causal = layout._causal_of(causal)
         options = checks.check_options(q, softmax_scale, is_causal, num_splits, return_lse, align)

@@ -16,6 +16,7 @@ from ._linked.host.arguments import (
     is_int,
     kind,
     renamed,
+    shown,
 )
 from ._linked.host.forms import Memory, form_of
 from ._linked.host.operators import check_written
@@ -297,7 +298,9 @@ def _attend(
 def _refuse(name: str, given: object, offered: object) -> None:
     """Raise unless an argument has the only supported value."""
     if (not isinstance(given, (int, bool)) and not is_flag(given)) or given != offered:
-        raise NotImplementedError(f"{name} must be {offered}: no more is offered, got {given!r}")
+        raise NotImplementedError(
+            f"{name} must be {offered}: no more is offered, got {shown(given)}"
+        )
 
 
 def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:

@@ -321,12 +321,15 @@ def check_out(
     return out.dtype
 
 
-def check_no_gradients(**tensors: Tensor | None) -> None:
-    """Check that no argument requires a gradient, because no function here has a backward."""
+def check_no_gradients(**arguments: Any) -> None:
+    """Check that no tensor requires a gradient, because no function here has a backward.
+
+    Arguments that are ignored may be anything else.
+    """
     if not torch.is_grad_enabled():
         return
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
                 f"attention over a paged cache has no gradient: {name} must not require one, got "
                 "requires_grad=True"
