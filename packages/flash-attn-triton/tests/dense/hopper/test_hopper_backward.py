@@ -14,7 +14,7 @@ from flash_attn_triton._dense.hopper.backward.arguments import (
     RoundingTensors,
 )
 from flash_attn_triton._dense.hopper.backward.launch import HopperBackward, draws_apart
-from flash_attn_triton._dense.hopper.backward.round_sums import round_kernel
+from flash_attn_triton._dense.hopper.backward.sums.kernel import round_kernel
 from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
 from flash_attn_triton._dense.portable.arguments import PIECE, Inputs
 from flash_attn_triton._dense.portable.backward_launch import RowSums

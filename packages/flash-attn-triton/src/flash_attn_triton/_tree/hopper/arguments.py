@@ -27,7 +27,7 @@ class BackwardTensors(NamedTuple):
     parents_ptr: Foreign
     links_ptr: Pointer  # [2, segments]; see ``link_kernel``
     below_ptr: Pointer  # [segments]; see ``count_below_kernel``
-    dk_sums_ptr: Pointer  # None, or sums of dk and dv; see ``shares.py`` of the dense backward
+    dk_sums_ptr: Pointer  # None, or sums of dk and dv; see ``sums/shares.py`` of the dense backward
     dv_sums_ptr: Pointer
 
 

@@ -11,7 +11,7 @@ from ..._dense.hopper.backward import arguments as backward
 from ..._dense.hopper.backward.cut import PACKED_SHARES, least_shares
 from ..._dense.hopper.backward.launch import REGISTERS
 from ..._dense.hopper.backward.maps import BackwardMaps
-from ..._dense.hopper.backward.rounding import Sums, count_sums, round_launches
+from ..._dense.hopper.backward.sums.launch import Sums, count_sums, round_launches
 from ..._dense.hopper.forward import arguments as forward
 from ..._dense.hopper.forward.launch import multiprocessors
 from ..._dense.hopper_tiles import (

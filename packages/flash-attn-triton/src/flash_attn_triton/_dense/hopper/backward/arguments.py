@@ -84,7 +84,9 @@ class Options(NamedTuple):
     HAS_RIGHT: Constant
     HAS_SOFTCAP: Constant
     RAGGED: Constant  # the tensor maps are ragged; see ``coordinates``
-    SHARES: Constant = 1  # programs that share the query heads of a key head; see ``shares.py``
+    SHARES: Constant = (
+        1  # programs that share the query heads of a key head; see ``sums/shares.py``
+    )
     # a tile may begin inside a group of queries, or of keys, with one draw; see ``dropout.py``
     APART_Q: Constant = False
     APART_K: Constant = False

@@ -125,7 +125,7 @@ def query_tiles(
 
 @gluon.jit
 def place_in_sums(found, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the place of a program's block in the sums of dk and of dv; see ``shares.py``."""
+    """Return the place of a program's block in the sums of dk and of dv; see ``sums/shares.py``."""
     head, heads = found.head_k, numbers.heads_k
     if not OPTIONS.ORDERED:
         head = head // OPTIONS.SHARES

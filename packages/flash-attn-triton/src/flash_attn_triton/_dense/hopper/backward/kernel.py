@@ -6,7 +6,7 @@ Scores are transposed ([keys, queries]), so that probabilities and gradients of 
 accumulators into the products of dv and dk without a change of layout. The product of dq needs the
 gradients of scores of all keys of the block; the warpgroups exchange them through shared memory.
 The block's part of dq is added in fp32 to a buffer in memory, in the order of the accumulators'
-registers: by TMA, or above head dim 128 by the threads. ``round_sums`` restores the order.
+registers: by TMA, or above head dim 128 by the threads. ``sums/kernel.py`` restores the order.
 """
 
 from __future__ import annotations

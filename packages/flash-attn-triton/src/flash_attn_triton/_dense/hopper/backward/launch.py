@@ -28,7 +28,7 @@ from .arguments import Numbers, Options, Tile
 from .cut import choose_shares, filling_planes, possible_shares
 from .kernel import backward_kernel
 from .maps import BackwardMaps, Six
-from .rounding import Sums, count_sums, round_launches
+from .sums.launch import Sums, count_sums, round_launches
 
 # with ordered additions to dq, the least number of heads that are walked together: then only few
 # blocks of one head begin side by side, each of which waits for the block before it. More heads

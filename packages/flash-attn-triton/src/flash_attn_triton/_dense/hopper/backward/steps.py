@@ -36,8 +36,8 @@ from .bias import gradients_of, keep_gradient, less_bias
 from .blocks import DQ_TILE, FIRST_ROW, count_turns, place_of
 from .order import hand_over, tile_at
 from .shared_bias import await_buffer, clear_hidden
-from .shares import hand_in
 from .structures import Carried, Head
+from .sums.shares import hand_in
 
 # threads at the barrier of an empty stage: two warpgroups and the producer's warp
 PARTIES = gl.constexpr(288)

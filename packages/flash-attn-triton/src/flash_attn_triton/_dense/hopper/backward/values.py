@@ -27,9 +27,9 @@ from ..panels import (
     wait_for_all,
 )
 from .blocks import count_turns
-from .shares import hand_in
 from .steps import PARTIES, head_of, probabilities, rounded
 from .structures import ValuePipeline
+from .sums.shares import hand_in
 
 
 @gluon.jit

@@ -22,7 +22,6 @@ from ..panels import (
 from .bias import less_bias
 from .blocks import DQ_TILE, FIRST_ROW, count_turns, place_of
 from .order import begin_turn, say_added, tile_at
-from .shares import hand_in
 from .steps import (
     PARTIES,
     head_now,
@@ -32,6 +31,7 @@ from .steps import (
     scale_of,
     score_gradient,
 )
+from .sums.shares import hand_in
 
 # first of two named barriers, one per buffer: probabilities are there; gradients of scores are
 GIVEN = gl.constexpr(12)

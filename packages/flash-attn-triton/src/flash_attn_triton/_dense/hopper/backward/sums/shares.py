@@ -7,10 +7,10 @@ in memory, in the order of the accumulators' registers, and ``round_kernel`` wri
 With ordered additions each part has a place of its own, and that kernel adds them up.
 """
 
-from ...._linked.hopper.compat import gl, gluon
-from ...._linked.hopper.gradients import ROWS
-from ..panels import add_by_threads, write_panels
-from .blocks import count_turns, gradient_coordinates
+from ....._linked.hopper.compat import gl, gluon
+from ....._linked.hopper.gradients import ROWS
+from ...panels import add_by_threads, write_panels
+from ..blocks import count_turns, gradient_coordinates
 
 
 @gluon.jit

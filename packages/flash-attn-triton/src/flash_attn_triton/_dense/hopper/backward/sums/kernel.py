@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...._linked.launch.entries import entry
-from ...portable.primitives import count_keys
-from ...portable.schedule import locate
-from .arguments import RoundingNumbers, RoundingOptions, RoundingTensors
+from ....._linked.launch.entries import entry
+from ....portable.primitives import count_keys
+from ....portable.schedule import locate
+from ..arguments import RoundingNumbers, RoundingOptions, RoundingTensors
 
 
 @triton.jit

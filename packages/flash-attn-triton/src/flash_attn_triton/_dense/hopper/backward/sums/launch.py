@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from attn_common import cdiv
 
-from ...._linked.launch.runtime import Launch
-from ...hopper_tiles import HopperBackwardTile, panels_of
-from ...portable.arguments import PIECE
-from ...portable.form import Form
-from ..panels import has_panel_each
-from .arguments import RoundingNumbers, RoundingOptions
-from .round_sums import round_kernel
+from ....._linked.launch.runtime import Launch
+from ....hopper_tiles import HopperBackwardTile, panels_of
+from ....portable.arguments import PIECE
+from ....portable.form import Form
+from ...panels import has_panel_each
+from ..arguments import RoundingNumbers, RoundingOptions
+from .kernel import round_kernel
 
 
 class Roundings(NamedTuple):
