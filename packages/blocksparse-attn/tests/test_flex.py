@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from blocksparse_attn import (
@@ -149,6 +150,7 @@ def test_a_causal_mask_and_one_of_whole_blocks_differ(device):
     packed = q[0], k[0], v[0], starts, starts, 128, 128
     calls = (
         lambda layout: blocksparse_attn_func(q, k, v, layout),
+        lambda layout: blocksparse_attn_func(q, k, v, layout, causal=np.True_),
         lambda layout: blocksparse_attn_varlen_func(*packed, layout),
         lambda layout: layout.prepare(2, 2, 32, torch.float32),
         lambda layout: to_block_mask(layout, 128),
@@ -157,6 +159,8 @@ def test_a_causal_mask_and_one_of_whole_blocks_differ(device):
         call(first)
         with pytest.raises(ValueError, match="causal must be False for the layout of a block mask"):
             call(second)
+    want = blocksparse_attn_func(q, k, v, first, causal=False)
+    assert torch.equal(blocksparse_attn_func(q, k, v, first, causal=np.False_), want)
 
 
 def test_what_a_mask_says_of_later_keys_stays_with_the_layout(device, tmp_path):

@@ -184,9 +184,9 @@ class BlockSparseLayout:
     def _causal_of(self, causal: bool) -> bool:
         """Return whether a call is causal; raise where that would mean another mask."""
         own = self._state.causal
-        if own is None or not isinstance(causal, bool):
+        if own is None:
             return causal
-        if causal and not own:
+        if check_flag("causal", causal) and not own:
             raise ValueError(
                 "causal must be False for the layout of a block mask that shows keys after a query,"
                 " got True"
