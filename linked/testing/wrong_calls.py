@@ -69,17 +69,18 @@ def arguments_of(function: Callable[..., Any]) -> list[str]:
 def check_wrong_calls(function: Callable[..., Any], given: dict[str, Any], name: str) -> None:
     """Replace one argument of a right call by each wrong value.
 
-    What raises is one of three errors that names an argument of the function, for another argument
-    may be what no longer fits; and it has changed no tensor.
+    What raises is one of three errors that begins with the name of an argument of the function, for
+    another argument may be what no longer fits, or has this argument's name; and it has changed no
+    tensor.
     """
-    known = re.compile(rf"\b({'|'.join(arguments_of(function))})\b")
+    known = re.compile(rf"({'|'.join(arguments_of(function))})\b|.*\b{name}\b")
     before = {key: x.clone() for key, x in given.items() if isinstance(x, Tensor)}
     for value in wrong_values(given.get(name)):
         fresh = {key: before[key].clone() if key in before else x for key, x in given.items()}
         try:
             function(**{**fresh, name: value})
         except ERRORS as error:
-            if not known.search(str(error)):
+            if not known.match(str(error)):
                 pytest.fail(f"{name}={type(value).__name__}: no argument is named in: {error}")
             changed = [key for key, x in before.items() if not torch.equal(fresh[key], x)]
             assert not changed, (name, type(value).__name__, changed)
