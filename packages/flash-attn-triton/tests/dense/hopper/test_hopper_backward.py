@@ -246,6 +246,34 @@ def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
 # ---- dq, which arrives in the order of the accumulators' registers
 
 
+def places(width):
+    """Where an accumulator of 64 rows has each of its elements."""
+    lines, cols = torch.arange(64)[:, None], torch.arange(width)[None, :]
+    warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
+    return cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
+
+
+def round_sums(sums, gradient, shift, scale, tiles, panels, **options):
+    """Round the sums of a sequence whose first ``shift`` rows have none."""
+    _, tokens, heads, head_dim = gradient.shape
+    round_kernel[(heads * tiles,)](
+        *RoundingTensors(sums, gradient, None, None, None),
+        *RoundingNumbers(
+            scale=scale,
+            window=0,
+            batch=1,
+            heads=heads,
+            tokens_own=tokens,
+            tokens_other=tokens - shift,
+            tiles=tiles,
+        ),
+        **RoundingOptions(
+            HAS_WINDOW=True, HEAD_DIM=head_dim, WIDE=panels[0], NARROW=panels[1], **options
+        )._asdict(),
+        num_warps=4,
+    )
+
+
 @pytest.mark.parametrize(
     ("block_m", "panels"),
     [
@@ -266,34 +294,11 @@ def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
     parts = block_m // 64
     sums = torch.randn(heads, tiles, 2, 32 * parts * sum(panels), device=device)
     dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
-    round_kernel[(heads * tiles,)](
-        *RoundingTensors(sums, dq, None, None, None),
-        *RoundingNumbers(
-            scale=0.5,
-            window=0,
-            batch=1,
-            heads=heads,
-            tokens_own=tokens,
-            tokens_other=tokens - shift,
-            tiles=tiles,
-        ),
-        **RoundingOptions(
-            HAS_WINDOW=True,
-            COLUMN_PARTS=2 if block_m == 64 else 1,
-            BLOCK=block_m,
-            HEAD_DIM=head_dim,
-            WIDE=panels[0],
-            NARROW=panels[1],
-        )._asdict(),
-        num_warps=4,
-    )
-    lines = torch.arange(64)[:, None]
-    warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
+    options = {"COLUMN_PARTS": 2 if block_m == 64 else 1, "BLOCK": block_m}
+    round_sums(sums, dq, shift, 0.5, tiles, panels, **options)
     found, first = [], 0
     for width in (n * parts // 2 for n in panels if n):
-        cols = torch.arange(width)[None, :]
-        place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
-        halves = sums[..., first + place.to(device)]  # [heads, tiles, 2, 64, width]
+        halves = sums[..., first + places(width).to(device)]  # [heads, tiles, 2, 64, width]
         if block_m == 128:
             found.append(halves.reshape(heads, tiles * 128, width))
         else:
@@ -317,36 +322,12 @@ def test_dk_is_brought_into_its_order(block, panels, shift, shares, device):
     tiles, parts = 2, block // 64
     sums = torch.randn(heads, shares, tiles, parts, 64 * sum(panels), device=device)
     dk = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
-    round_kernel[(heads * tiles,)](
-        *RoundingTensors(sums, dk, None, None, None),
-        *RoundingNumbers(
-            scale=1.0,
-            window=0,
-            batch=1,
-            heads=heads,
-            tokens_own=tokens,
-            tokens_other=tokens - shift,
-            tiles=tiles,
-        ),
-        **RoundingOptions(
-            OF_KEYS=True,
-            HAS_WINDOW=True,
-            BLOCK=block,
-            HEAD_DIM=head_dim,
-            WIDE=panels[0],
-            NARROW=panels[1],
-            SHARES=shares,
-        )._asdict(),
-        num_warps=4,
-    )
-    lines = torch.arange(64)[:, None]
-    warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
+    options = {"OF_KEYS": True, "BLOCK": block, "SHARES": shares}
+    round_sums(sums, dk, shift, 1.0, tiles, panels, **options)
     found, first = [], 0
     for width in (n for n in panels if n):
-        cols = torch.arange(width)[None, :]
-        place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
         # [heads, shares, tiles, parts, 64, width]
-        found.append(sums[..., first + place.to(device)])
+        found.append(sums[..., first + places(width).to(device)])
         first += 64 * width
     want = torch.cat(found, -1)
     want = sum(want[:, share] for share in range(shares)).reshape(heads, tiles * block, -1)

@@ -287,6 +287,7 @@ class HopperBackward:
         return round_up(span, max(self._together))
 
     def _shares(self, tokens_q: int, tokens_k: int) -> int:
+        """Return how many programs share a key head, for these token counts."""
         form, scalars = self._form, self._form.scalars
         # packed: as if all sequences were equally long
         sequences = form.batch // form.grid_batch
