@@ -21,6 +21,7 @@ __all__ = [
     "aggregate",
     "copy_in",
     "copy_out",
+    "default_layout",
     "gl",
     "gluon",
     "hopper",
@@ -45,3 +46,16 @@ else:  # 3.6 has it only in the builder
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+def default_layout(block, dtype):
+    """Return the layout in shared memory of a box of a tensor map."""
+    import torch  # here: processes that compile do without it
+
+    names = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
+    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])

@@ -1,9 +1,9 @@
 """Stores of gradients from a warpgroup's registers, shared by the Hopper backwards."""
 
+from . import sizes
 from .compat import copy_out, gl, gluon, hopper
 
-# rows of a warpgroup
-ROWS = gl.constexpr(64)
+ROWS = gl.constexpr(sizes.ROWS)
 
 
 @gluon.jit

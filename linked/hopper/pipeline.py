@@ -7,14 +7,14 @@ tile of keys use named barriers (``bar.sync``, ``bar.arrive``; the hardware has 
 warp arrives without waiting for the rest of its warpgroup.
 """
 
+from . import sizes
 from .compat import gl, gluon, mbarrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 
-# rows of a ragged tensor map, which clips at the end of any sequence; see ``coordinates``
-RAGGED_ROWS = gl.constexpr(1 << 30)
+RAGGED_ROWS = gl.constexpr(sizes.RAGGED_ROWS)
 # tiles that the producer may announce in advance, and the numbers that describe a tile
 SLOTS = gl.constexpr(2)
 FIELDS = gl.constexpr(8)

@@ -7,7 +7,6 @@ allocator mostly reuses addresses, so encoded maps are kept by address.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -15,16 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
-from ..launch import runtime
 from ..launch.runtime import Launch, Ready, is_aligned
-from .compat import TensorDescriptor, gl
-from .pipeline import RAGGED_ROWS
+from ..launch.shipped.folders import is_shipped
+from .sizes import RAGGED_ROWS
 
 # coordinates of a ragged tensor map; see ``pipeline.coordinates``
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_STRIDE = 1 << 34
+# arguments of a launcher before the kernel's, as ``Launch`` passes them
+BASE = 9
 # addresses for which a form keeps encoded maps
 MAX_KNOWN = 256
 
@@ -32,34 +31,26 @@ MAX_KNOWN = 256
 _thread = threading.local()
 
 
-class TensorMap(TensorDescriptor):  # type: ignore[misc]
+class TensorMap:
     """A tensor and its map, as an argument of a launch."""
 
+    # of Triton's own class of maps
+    padding = "zero"
+    round_f32_to_tf32 = False
+
     def __init__(self, base: Tensor, form: MapForm) -> None:
-        # no super().__init__(): its checks take longer than a launch. ``MapForm`` made shape and
-        # strides, and its tensors are aligned
         self.base = base
         self.form = form
-        # the encoded map of an earlier tensor at this address; see ``EncodedLaunch``
-        self.encoded = form.encoded.get(base.data_ptr())
 
-    # what Triton reads to compile a kernel or to encode the map
+    # what is read to encode the map
 
     @property
-    def shape(self) -> list[int]:  # type: ignore[override]
+    def shape(self) -> list[int]:
         return self.form.shape
 
     @property
-    def strides(self) -> list[int]:  # type: ignore[override]
+    def strides(self) -> list[int]:
         return self.form.strides
-
-    @property
-    def block_shape(self) -> list[int]:  # type: ignore[override]
-        return self.form.block_shape
-
-    @property
-    def layout(self) -> Any:  # type: ignore[override]
-        return self.form.layout
 
     @property
     def device(self) -> torch.device:
@@ -73,13 +64,21 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
         return self.base.get_device()
 
     @property
-    def public(self) -> TensorDescriptor:
-        """The same map as an object of Triton's own class."""
-        return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, self.layout)
+    def public(self) -> Any:
+        """The same map as an object of Triton's own class, with which kernels are compiled."""
+        from .compat import TensorDescriptor, default_layout
 
-    def keep(self, encoded: list[Any]) -> None:
+        block = self.form.block_shape
+        layout = default_layout(tuple(block), self.dtype)
+        return TensorDescriptor(self.base, self.shape, self.strides, block, layout)
+
+    def encoded(self, shipped: bool) -> list[Any] | None:
+        """Return the encoded map of an earlier tensor of the form at the same address."""
+        return self.form.encoded[shipped].get(self.base.data_ptr())
+
+    def keep(self, encoded: list[Any], shipped: bool) -> None:
         """Keep an encoded map for later tensors of the form at the same address."""
-        known = self.form.encoded
+        known = self.form.encoded[shipped]
         if len(known) >= MAX_KNOWN:
             known.clear()
         known[self.base.data_ptr()] = encoded
@@ -107,7 +106,7 @@ class MapForm:
         *_, tokens, all_heads, width = x.shape
         batch, head, token = _strides(x)
         if ragged:
-            shape = [RAGGED_EXTENT, RAGGED_EXTENT, all_heads, RAGGED_ROWS.value, width]
+            shape = [RAGGED_EXTENT, RAGGED_EXTENT, all_heads, RAGGED_ROWS, width]
             strides = [RAGGED_STRIDE - token, token, head, token, 1]
         else:
             shape = [1, x.shape[0], all_heads, tokens, width]
@@ -116,9 +115,8 @@ class MapForm:
         self.shape = shape
         self.strides = strides
         self.block_shape = list(block)
-        self.layout = _layout(block, x.dtype)
-        # by address
-        self.encoded: dict[int, list[Any]] = {}
+        # by address: as compiled kernels take them, and as shipped ones do
+        self.encoded: tuple[dict[int, list[Any]], dict[int, list[Any]]] = {}, {}
 
     def __call__(self, x: Tensor) -> TensorMap:
         """Map a tensor of the form, or a copy of it if TMA cannot read it in place."""
@@ -155,17 +153,6 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return batch, head, token
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    names = {
-        torch.bfloat16: gl.bfloat16,
-        torch.float16: gl.float16,
-        torch.float32: gl.float32,
-        torch.float8_e4m3fn: gl.float8e4nv,
-    }
-    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
-
-
 class MapLaunch(Launch):
     """A launch whose first tensors are maps (``TensorMap``), each encoded once."""
 
@@ -177,28 +164,36 @@ class MapLaunch(Launch):
         numbers: tuple[float, ...],
     ) -> Ready | None:
         wake(tensors[0].device)  # Triton may encode maps now
-        found = super()._look_up(variant, grid, tensors, numbers)
-        ready = self._ready.get(variant)
-        if ready is not None:
-            encode_once(ready.kernel)
-        return found
+        return super()._look_up(variant, grid, tensors, numbers)
+
+    def _prepare(
+        self, kernel: Any, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> Ready:
+        ready = super()._prepare(kernel, tensors, numbers)
+        if not is_shipped(kernel):
+            encode_once(kernel)
+            return ready
+        from ..launch.shipped.kernel import encode
+
+        launch = EncodedLaunch(kernel.run, kernel.maps, encode, BASE, shipped=True)
+        return ready._replace(run=launch)
 
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        if runtime.IS_DIRECT:
-            return tensors
         return tuple(x.public if isinstance(x, TensorMap) else x for x in tensors)
 
-    def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
+    def _places(self, tensors: tuple[Any, ...], ready: Ready) -> list[Any]:
         places: list[Any] = []
+        shipped = is_shipped(ready.kernel)
         for x in tensors:
             if x is None:
                 places.append(None)
             elif x.__class__ is Tensor:
                 places.append(x.data_ptr())
-            elif x.encoded is None:  # a map, which this launch encodes
-                return super()._places(tensors)
             else:
-                places += x.encoded
+                encoded = x.encoded(shipped)
+                if encoded is None:  # this launch encodes it
+                    return super()._places(tensors, ready)
+                places += encoded
         return places
 
 
@@ -231,17 +226,18 @@ class MappingLaunch(MapLaunch):
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         return super()._arguments(self._mapped(tensors))
 
-    def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
+    def _places(self, tensors: tuple[Any, ...], ready: Ready) -> list[Any]:
         if not self._is_in_place:  # the maps hold the copies until they are read
-            return Launch._places(self, self._mapped(tensors))
+            return Launch._places(self, self._mapped(tensors), ready)
         places: list[Any] = []
+        shipped = is_shipped(ready.kernel)
         for x, form in zip(tensors, self._forms):  # noqa: B905 (``strict`` takes time)
             if form is None:
                 places.append(None if x is None else x.data_ptr())
             else:
-                encoded = form.encoded.get(x.data_ptr())
+                encoded = form.encoded[shipped].get(x.data_ptr())
                 if encoded is None:  # the launch encodes it
-                    return super()._places(self._mapped(tensors))
+                    return super()._places(self._mapped(tensors), ready)
                 places += encoded
         places += [None if x is None else x.data_ptr() for x in tensors[len(self._forms) :]]
         return places
@@ -257,7 +253,7 @@ def wake(device: torch.device) -> None:
         _thread.is_awake = True
 
 
-def encode_once(kernel: CompiledKernel) -> None:
+def encode_once(kernel: Any) -> None:
     """Let the launches of a compiled kernel use encoded maps instead of encoding them again.
 
     In Triton 3.6 to 3.9 the launcher that takes encoded maps is a closure variable of the function
@@ -276,7 +272,7 @@ def encode_once(kernel: CompiledKernel) -> None:
 
 
 class EncodedLaunch:
-    """Replaces Triton's function that encodes maps; uses encoded maps that are known."""
+    """Encodes the maps among a launch's arguments, in place of Triton's function; keeps them."""
 
     def __init__(
         self,
@@ -284,6 +280,8 @@ class EncodedLaunch:
         metadata: list[Any],
         make: Callable[..., list[Any]],
         before: int | None,
+        *,
+        shipped: bool = False,
     ) -> None:
         """Take the launcher, a kernel's metadata of its maps, and the function that encodes one.
 
@@ -293,6 +291,7 @@ class EncodedLaunch:
         self._launcher = launcher
         self._metadata = metadata
         self._before = before
+        self._shipped = shipped
         # 3.8 and later take further arguments, which tiled maps do not need
         self._extra = (None,) * (len(inspect.signature(make).parameters) - 2)
         self._make = make
@@ -315,12 +314,12 @@ class EncodedLaunch:
             if not left:
                 return (*encoded, *arguments[place:])
             if isinstance(argument, TensorMap):
-                known = argument.encoded
+                known = argument.encoded(self._shipped)
                 metadata = left.pop(0)
                 if known is None:
                     wake(argument.device)
                     known = self._make(argument, metadata, *self._extra)
-                    argument.keep(known)
+                    argument.keep(known, self._shipped)
                 encoded += known
             else:  # None or a pointer instead of a map
                 encoded.append(argument)

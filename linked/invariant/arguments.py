@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..launch.entries import Constant, Foreign, Number, Pointer
-from ..portable.primitives import Strides
+from ..portable.strides import Strides
 
 
 class Scores(NamedTuple):

@@ -6,8 +6,9 @@ import torch
 
 from ..host.arguments import FP32_TINY, MAX_WINDOW
 from ..host.tiles import padded_head_dim
+from ..launch.kernels import Kernel
 from ..launch.runtime import Launch, row_bytes, token_strides
-from ..portable.primitives import Strides
+from ..portable.strides import Strides
 from .arguments import (
     LseStrides,
     MergeNumbers,
@@ -18,7 +19,8 @@ from .arguments import (
     TableStrides,
 )
 from .call import Call, KeyForm
-from .kernels import invariant_merge_kernel
+
+invariant_merge_kernel = Kernel(__package__, ".kernels", "invariant_merge_kernel")
 
 
 def options_of(x: Call, scores: Scores, keys: KeyForm, piece: int = 0) -> Options:

@@ -8,8 +8,9 @@ from attn_common import cdiv, detect, has_gluon
 from ..host.forms import Memory, interpreted
 from ..host.tiles import padded_head_dim
 from ..launch.entries import flat
+from ..launch.kernels import Kernel
 from ..launch.runtime import MAX_COUNTS, Launch, token_strides
-from ..portable.primitives import Strides
+from ..portable.strides import Strides
 from .arguments import (
     LseStrides,
     MergeTensors,
@@ -27,8 +28,9 @@ from .filling import (
     options_of,
     table_strides,
 )
-from .kernels import invariant_kernel
 from .tiles import invariant_tile, segment_of
+
+invariant_kernel = Kernel(__package__, ".kernels", "invariant_kernel")
 
 # fewer programs than this leave a GPU idle: then each segment gets its own program
 PROGRAMS = 512

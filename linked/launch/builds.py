@@ -1,8 +1,8 @@
 """Builds of kernels in threads, before their first launch.
 
 Triton's front end holds the GIL. So one kernel is compiled in this process, and each other one in a
-process of its own (``workers.py``), for which a thread waits. Builds do not use the GPU: a CUDA
-graph may be captured meanwhile.
+process of its own (``compiler/workers.py``), for which a thread waits. Builds do not use the GPU: a
+CUDA graph may be captured meanwhile. Kernels that were shipped compiled are not built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
+
+from .shipped.folders import has
 
 # concurrent builds: a pass has few more kernels
 WORKERS = 8
@@ -25,8 +26,8 @@ class Build(NamedTuple):
 
     # a ``runtime.Launch``
     launch: Any
-    # the launch's own look-up key
-    key: tuple[Any, ...]
+    # all that its compilation depends on but the device
+    form: tuple[Any, ...]
     tensors: tuple[Any, ...]
     numbers: tuple[float, ...]
 
@@ -49,25 +50,29 @@ def noting() -> Iterator[list[Build]]:
 
 
 def note(
-    launch: Any, key: tuple[Any, ...], tensors: tuple[Any, ...], numbers: tuple[float, ...]
+    launch: Any, form: tuple[Any, ...], tensors: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> bool:
     """Note a launch; return False if this thread does not note launches."""
     noted = getattr(_thread, "noted", None)
     if noted is not None:
-        noted.append(Build(launch, key, tensors, numbers))
+        noted.append(Build(launch, form, tensors, numbers))
     return noted is not None
 
 
 def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
     """Start the noted builds for a device, except those begun before; retry failed ones."""
+    noted = [build for build in noted if not has(build.form, device)]
+    if not noted:
+        return []
+    from .compiler.launches import set_up
+
     futures = []
-    triton.runtime.driver.active.get_current_target()  # sets up the driver before threads use it
+    set_up()
     with _lock:
         if not _pools:
             _pools.append(ThreadPoolExecutor(WORKERS, thread_name_prefix="attention-builds"))
         for place, build in enumerate(noted):
-            name, _, *rest = build.key
-            key = (name, device.index, *rest)
+            key = (device.index, *build.form)
             known = _builds.get(key)
             if known is None or (known.done() and known.exception() is not None):
                 try:

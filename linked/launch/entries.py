@@ -31,8 +31,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from triton.language import constexpr
-
 # a tensor that the package allocated: it begins at a multiple of 16 bytes
 Pointer = Annotated[Any, "specialised"]
 # a tensor that may begin anywhere
@@ -60,6 +58,9 @@ def entry(jit: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
         TypeError: on a field or parameter of another type, on two structures of one name, and on a
             function without a docstring, when the kernel is declared.
     """
+
+    # imported here: the host's modules share the types above, and go without Triton
+    from triton.language import constexpr
 
     def make(function: Callable[..., None]) -> Any:
         parameters: list[str] = []

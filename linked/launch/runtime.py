@@ -9,69 +9,56 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from attn_common import round_up
 from torch import Tensor
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
-from ..host.arguments import FP32_TINY
 from ..host.forms import ACCESS_BYTES, interpreted
-from ..host.internals import IS_TESTED as TORCH_IS_TESTED
-from ..host.internals import current_device
-from ..host.versions import TRITON, is_tested, warn_untested
-from . import builds, workers
+from ..host.internals import current_device, current_stream
+from . import builds
+from .kernels import Kernel
+from .shipped.folders import NO_PROFILER, find, is_shipped
 
 MAX_INT32 = 2**31 - 1
 # token counts, or strides of a gradient, for which a launcher keeps its arguments
 MAX_COUNTS = 256
 
-# whether a compiled kernel may be launched past Triton's own look-up
-IS_DIRECT = TORCH_IS_TESTED and is_tested(triton.__version__, TRITON)
-
-# Triton's interpreter keeps its state in globals, so one kernel may run at a time; all packages
-# with this file share the lock
-_interpreter: RLock = vars(triton).setdefault("_attn_interpreter_lock", RLock())
-
 # compiled kernels, by all that a compilation depends on
-_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Ready(NamedTuple):
     """A compiled kernel and the values needed to call it."""
 
-    kernel: CompiledKernel
+    kernel: Any
     device: int
     # one None per constexpr: the launcher expects these arguments
     padding: tuple[None, ...]
     run: Callable[..., None]
     stream: Callable[[int], int]
+    # ``launch_enter_hook.calls`` of it is not empty while a profiler listens
+    profiler: Any
 
 
 class Launch:
     """A kernel with its tile and constants, to be called with a grid and arguments.
 
-    Devices and dtypes of the tensors, and which are None, must be the same in every call. From the
+    Devices and dtypes of the tensors, and which are None, must be the same in every call. A kernel
+    that was shipped compiled is launched as it is; another is compiled by the first call. From the
     second call on it calls the compiled kernel itself: Triton's own look-up reads every argument
     again and takes several times as long as the rest of the launch. With an untested version of
     Triton or PyTorch every call takes that look-up.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
-        """Take a jit function and its keyword arguments: constexprs and compiler options.
+    def __init__(self, kernel: Kernel, constants: dict[str, Any]) -> None:
+        """Take a kernel and its keyword arguments: constexprs and compiler options.
 
         A structure of constants is passed field by field.
         """
         self._kernel = kernel
-        # Triton 3.10 flips the default
-        self._constants = {"enable_fp_fusion": True}
-        for name, value in constants.items():
-            is_structure = hasattr(value, "_asdict") and name not in kernel.arg_names
-            self._constants |= value._asdict() if is_structure else {name: value}
+        self._constants = constants
         # by ``variant_of`` a call
         self._ready: dict[Any, Ready] = {}
         # dtypes and devices of the first call's tensors
@@ -102,7 +89,7 @@ class Launch:
         if current_device() != ready.device:
             with torch.cuda.device(ready.device):
                 self(grid, tensors, numbers)
-        elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
+        elif ready.profiler.launch_enter_hook.calls:
             ready.kernel[grid, 1, 1](*self._arguments(tensors), *numbers, *ready.padding)
         else:
             kernel = ready.kernel
@@ -116,7 +103,7 @@ class Launch:
                 None,
                 None,
                 None,
-                *self._places(tensors),
+                *self._places(tensors, ready),
                 *numbers,
                 *ready.padding,
             )
@@ -129,45 +116,45 @@ class Launch:
         numbers: tuple[float, ...],
     ) -> Ready | None:
         """Return the kernel to call; None if it was launched or noted here."""
-        key = (
-            self._kernel.__name__,
-            tensors[0].device.index,
-            variant,
-            *self._constants.values(),
-            *[None if t is None else t.dtype for t in tensors],
-        )
-        if builds.note(self, key, tensors, numbers):
+        dtypes = [None if t is None else t.dtype for t in tensors]
+        form = self._kernel, variant, *self._constants.items(), *dtypes
+        if builds.note(self, form, tensors, numbers):
             return None
         self._hold_form(tensors)
         if interpreted():
-            with _interpreter:
-                self._kernel[(grid,)](
-                    *self._arguments(tensors),
-                    *map(flushed, numbers),
-                    **self._constants,
-                )
+            from .compiler.launches import interpret
+
+            interpret(self._kernel, grid, self._arguments(tensors), numbers, self._constants)
             return None
+        key = tensors[0].device.index, *form
         known = _compiled.get(key)
         if known is None:
+            known = find(form, tensors[0].device)
+        if known is None:
+            from .compiler.launches import launch
+
             builds.wait(key)
-            refuse_specialized(self._kernel, numbers)
-        kernel = known or self._kernel[(grid,)](
-            *self._arguments(tensors),
-            *numbers,
-            **self._constants,
-        )
-        if not isinstance(kernel, CompiledKernel):  # not compiled at all
-            return None
-        if not IS_DIRECT:
-            if not is_tested(triton.__version__, TRITON):  # otherwise PyTorch is; that has warned
-                warn_untested("triton", triton.__version__, TRITON)
-            return None
+            arguments = self._arguments(tensors)
+            kernel = launch(self._kernel, grid, arguments, numbers, self._constants)
+            if kernel is None:
+                return None
+        else:
+            kernel = known
         _compiled[key] = kernel
-        missing = len(self._kernel.params) - len(tensors) - len(numbers)
-        stream = triton.runtime.driver.active.get_current_stream
-        ready = Ready(kernel, tensors[0].get_device(), (None,) * missing, kernel.run, stream)
-        self._ready[variant] = ready
+        ready = self._ready[variant] = self._prepare(kernel, tensors, numbers)
         return None if known is None else ready
+
+    def _prepare(
+        self, kernel: Any, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> Ready:
+        """Return what further launches of a compiled kernel need."""
+        device = tensors[0].get_device()
+        if is_shipped(kernel):
+            return Ready(kernel, device, (), kernel.run, current_stream, NO_PROFILER)
+        from .compiler.launches import padding_of, profiler, stream
+
+        padding = padding_of(self._kernel, len(tensors) + len(numbers))
+        return Ready(kernel, device, padding, kernel.run, stream(), profiler())
 
     def _hold_form(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Raise if tensors differ in dtype or device from those of the first call."""
@@ -176,29 +163,27 @@ class Launch:
             self._form = form
         elif form != self._form:
             raise TypeError(
-                f"a launch of {self._kernel.__name__} must have tensors like those of its first "
+                f"a launch of {self._kernel.name} must have tensors like those of its first "
                 f"call, {self._form}, got {form}"
             )
 
     def build(
         self, tensors: tuple[Any, ...], numbers: tuple[float, ...], is_apart: bool = False
-    ) -> None:
-        """Compile such a launch for the current device, in another process if ``is_apart``."""
-        refuse_specialized(self._kernel, numbers)
-        arguments = *self._arguments(tensors), *numbers
-        if is_apart:
-            workers.compile_apart(self._kernel, arguments, self._constants)
-        kernel = self._kernel.warmup(*arguments, grid=(1,), **self._constants)
-        driver = triton.runtime.driver.active
-        if IS_DIRECT and isinstance(kernel, CompiledKernel) and hasattr(driver, "launcher_cls"):
-            # Triton 3.6 also compiles a launcher, which it keeps on disk
-            driver.launcher_cls(kernel.src, kernel.metadata)
+    ) -> Any:
+        """Compile such a launch for the current device, in another process if ``is_apart``.
+
+        Return the kernel; None if it was shipped, or nothing was compiled.
+        """
+        from .compiler.launches import build
+
+        arguments = self._arguments(tensors)
+        return build(self._kernel, arguments, numbers, self._constants, is_apart)
 
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments that Triton's own launch takes for the tensors."""
         return tensors
 
-    def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
+    def _places(self, tensors: tuple[Any, ...], _ready: Ready) -> list[Any]:
         """Return the arguments that a compiled kernel takes for the tensors: addresses.
 
         For a tensor, Triton would ask the driver whether the GPU may read it.
@@ -214,25 +199,6 @@ def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -
     # on AMD, offsets into storage below 2 GiB have 32 bits
     large = (t is not None and t.untyped_storage().nbytes() > MAX_INT32 for t in tensors)
     return wide, *large
-
-
-def flushed(number: float) -> float:
-    """Return 0 for fp32 subnormals, which the interpreter holds as fp64 and converts wrongly."""
-    return 0.0 if 0.0 < abs(number) < FP32_TINY else number
-
-
-def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:
-    """Raise if Triton would specialise a kernel on the value of an int, which later calls change.
-
-    Pointers to memory that the package did not allocate must be listed as
-    ``do_not_specialize_on_alignment``; this cannot be checked here.
-    """
-    if not isinstance(kernel, JITFunction):  # interpreted
-        return
-    free = [p for p in kernel.params if not p.is_constexpr]
-    for parameter, number in zip(free[len(free) - len(numbers) :], numbers, strict=True):
-        if number.__class__ is int and not parameter.do_not_specialize:
-            raise TypeError(f"{kernel.__name__} must list {parameter.name} as do_not_specialize")
 
 
 def row_bytes(x: Tensor) -> int:

@@ -4,27 +4,13 @@ Scores are in base 2 ("logits" are natural scores times log2(e)) because the har
 ``exp2``.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-
-from ..launch.entries import Number
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
 NEG_INF = tl.constexpr(float("-inf"))
-
-
-class Strides(NamedTuple):
-    """Strides of a tensor with a row per token and head, in elements; 0 if broadcast."""
-
-    batch: Number
-    token: Number
-    head: Number
 
 
 @triton.jit

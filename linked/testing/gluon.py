@@ -30,14 +30,15 @@ _semantic = types.SimpleNamespace(
 
 
 class Kernel:
-    """Replaces a jit function: a launch runs its programs one after the other.
+    """Replaces a kernel of a launch: its programs run one after the other.
 
     With ``reverse`` the last partition, the producer, comes first in the order of threads. Programs
     may also run in reverse order (``backwards``), or several ``at_once``.
     """
 
-    def __init__(self, function: Any, reverse: bool = True) -> None:
-        self.__name__ = function.__name__
+    def __init__(self, kernel: Any, reverse: bool = True) -> None:
+        function = kernel.load()
+        self.name = function.__name__
         self.params, self.arg_names = function.params, function.arg_names
         self.reverse = reverse
         self.backwards = False
@@ -46,6 +47,10 @@ class Kernel:
         self._function = function
         self._language = Language()
         self.faults: list[tuple[str, str, str]] = []
+
+    def load(self) -> Kernel:
+        """Return what is called with a grid."""
+        return self
 
     def plant(self, name: str, right: str, wrong: str) -> None:
         """Replace ``right`` by ``wrong`` in the source of a function of the kernel."""

@@ -68,7 +68,7 @@ def _stop_after_parsing(patch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     def add_stages(_backend: Any, stages: dict[str, Any], *_: Any, **__: Any) -> None:
-        stages.update(ttir=stop, ttgir=stop)  # Triton's first stage, and Gluon's
+        stages.update(ttir=stop, ttgir=stop, glir=stop)  # Triton's first stage, and Gluon's
 
     for backend in backends.values():
         patch.setattr(backend.compiler, "add_stages", add_stages)

@@ -15,6 +15,7 @@ from ...hopper.tma import MapForm, MapLaunch
 from ...host.forms import Memory
 from ...host.tiles import padded_head_dim
 from ...launch.entries import flat
+from ...launch.kernels import Kernel
 from ...launch.runtime import MAX_COUNTS
 from ..arguments import MergeTensors, Scores
 from ..call import Call, InvariantRun, KeyForm
@@ -27,8 +28,9 @@ from ..filling import (
     table_strides,
 )
 from .arguments import Counts, Numbers, Places, Tensors, Tile
-from .attention import invariant_hopper_kernel
 from .copies import copied_keys, is_copied
+
+invariant_hopper_kernel = Kernel(__package__, ".attention", "invariant_hopper_kernel")
 
 # keys and values that concurrent programs should read together
 L2_BYTES = 32 * 2**20

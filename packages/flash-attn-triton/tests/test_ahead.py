@@ -17,7 +17,8 @@ from flash_attn_triton import flash_attn_func, flash_attn_varlen_func, prepare
 from flash_attn_triton._dense import launch
 from flash_attn_triton._dense.call import BackwardCall, ForwardCall, Options, Tensors
 from flash_attn_triton._dense.portable.form import Form
-from flash_attn_triton._linked.launch import builds, workers
+from flash_attn_triton._linked.launch import builds
+from flash_attn_triton._linked.launch.compiler import workers
 from flash_attn_triton._linked.launch.runtime import Launch
 
 from ._linked.budget import offsets
@@ -100,7 +101,7 @@ def built(monkeypatch):
     def build(self, tensors, numbers, is_apart=False):
         assert all(t is None or t.device.type == "meta" for t in tensors)
         with lock:
-            names.append(self._kernel.__name__)
+            names.append(self._kernel.name)
 
     monkeypatch.setattr(Launch, "build", build)
     empty_like = torch.empty_like
@@ -233,16 +234,16 @@ def test_a_launch_waits_for_its_build(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", None, raising=False)
     with absent_gpu("nvidia:sm_90"):
         good, bad = Slow(), Slow(RuntimeError("no such instruction"))
-        noted = [builds.Build(x, (name, None), (), ()) for name, x in (("a", good), ("b", bad))]
+        noted = [builds.Build(x, (name,), (), ()) for name, x in (("a", good), ("b", bad))]
         futures = builds.start(noted, torch.device("meta"))
         threading.Timer(0.05, good.go.set).start()
-        builds.wait(("a", None))
+        builds.wait((None, "a"))
         assert good.done
         bad.go.set()
-        builds.wait(("b", None))  # the launch builds again, and raises what it finds
+        builds.wait((None, "b"))  # the launch builds again, and raises what it finds
         with pytest.raises(RuntimeError, match="no such instruction"):
             futures[1].result()
-        builds.wait(("c", None))  # never begun
+        builds.wait((None, "c"))  # never begun
 
 
 # ---- in processes of their own
@@ -274,7 +275,7 @@ def build_apart(name):
         with absent_gpu("nvidia:sm_90"):
             form = Form(x, Options(0.125, -1, 0, 0.0, 0.0))
             noted = launch._builds_of(form, x, torch.bfloat16, False, True, False)
-            (build,) = (b for b in noted if b.key[0] == name)
+            (build,) = (b for b in noted if b.form[0].name == name)
             build.launch.build(build.tensors, build.numbers, True)
     finally:
         triton.knobs.compilation.listener = before

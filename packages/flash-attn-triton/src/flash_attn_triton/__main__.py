@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from attn_common import Platform, has_gluon
+from attn_common import Platform
 from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
@@ -96,7 +96,7 @@ PORTABLE = (
 def describe(platform: Platform) -> None:
     """Print versions, the kernel of each kind of call, and the tiles."""
     print_versions(__version__)
-    if platform.is_hopper and dense_tiles.HOPPER and has_gluon():
+    if platform.is_hopper and dense_tiles.HOPPER:
         print(f"platform {platform}; the Gluon kernels for Hopper serve fp16, bf16 and FP8:")
         _print_hopper_tiles()
         print("the portable Triton kernels serve:")

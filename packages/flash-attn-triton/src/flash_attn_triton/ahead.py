@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +35,24 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **options: Any) -> None:
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backward: bool = True,
+    out: str | PathLike[str] | None = None,
+    **options: Any,
+) -> None:
     """Compile all kernels that a call with this signature would launch, in parallel, and wait.
 
     The first call with a signature compiles its kernels, which takes seconds if Triton's cache on
     disk does not have them. This function compiles them ahead of time. It computes nothing, writes
     to no tensor, and draws no random numbers. On the CPU it only checks the arguments.
+
+    With ``out`` the kernels are added to a folder, for processes that find it in the environment
+    variable ``ATTN_KERNELS``: they launch them without a compiler. Tensors on meta need no GPU; the
+    environment variable ``ATTN_COMMON_PLATFORM`` names the one to compile for (``nvidia:sm_90``).
 
     Args:
         q: queries of the call, or any with the same dtype, device and shape, of a typical length:
@@ -47,19 +61,23 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **options
         v: values of the call, or any with the same dtype, device and shape.
         backward: also compile the kernels of the gradients, including the gradient of a bias that
             requires one. FP8 has no gradients. Default: True.
+        out: a folder, made where there is none, for compiled kernels of NVIDIA's GPUs. Default:
+            None, Triton's cache.
         **options: the other arguments of the call: of :func:`flash_attn_varlen_func` if
             ``cu_seqlens_q`` is among them, else of :func:`flash_attn_func`.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range; on an ``out`` that holds the kernels of another
+            version, GPU or Triton.
         NotImplementedError: on whatever the call itself does not offer.
     """
     check_flag("backward", backward)
+    folder = None if out is None else Path(out)
     call: Any = flash_attn_varlen_func if "cu_seqlens_q" in options else flash_attn_func
     try:
         with _Checking():  # type: ignore[no-untyped-call]
             call(q, k, v, **options)
     except _Reached as reached:
         arguments = reached.arguments
-    ops.build_calls(arguments, backward)
+    ops.build_calls(arguments, backward, folder)

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from flash_attn_triton._linked.launch.entries import Constant, Foreign, Number, Pointer, entry, flat
-from flash_attn_triton._linked.portable.primitives import Strides, pointer_to
+from flash_attn_triton._linked.portable.primitives import pointer_to
+from flash_attn_triton._linked.portable.strides import Strides
 from triton.errors import TritonError
 
 

@@ -11,6 +11,7 @@ from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton._linked.launch import runtime
 from flash_attn_triton._linked.launch.runtime import MAX_INT32, Launch, Ready
+from flash_attn_triton._linked.launch.shipped.folders import NO_PROFILER
 
 interpreted = pytest.mark.skipif(not ops.interpreted(), reason="a GPU's calls are the same ones")
 
@@ -26,7 +27,7 @@ def test_kept_numbers_are_not_looked_up_again(monkeypatch):
         def run(*arguments):
             launched.append((variant, arguments[-2:]))
 
-        self._ready[variant] = Ready(kernel, 0, (), run, lambda _: 0)
+        self._ready[variant] = Ready(kernel, 0, (), run, lambda _: 0, NO_PROFILER)
         return self._ready[variant]
 
     monkeypatch.setattr(Launch, "_look_up", look_up)

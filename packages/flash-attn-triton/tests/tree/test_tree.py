@@ -254,7 +254,7 @@ def test_gradients_repeat_bit_for_bit(device):
 @pytest.mark.parametrize("segments", [1, 150])
 def test_tiles_of_all_segments_below_are_counted(segments, device):
     from flash_attn_triton._linked.launch.runtime import Launch
-    from flash_attn_triton._tree.portable.walk import count_below_kernel
+    from flash_attn_triton._tree.hopper.launch import count_below_kernel
 
     tree = random_tree(2, segments, 40)
     tensors = offsets(tree.lengths, device), torch.tensor(tree.parents, device=device).int()
@@ -293,7 +293,7 @@ def test_calls_of_one_form_are_planned_once(device, monkeypatch):
 @pytest.mark.parametrize("segments", [1, 64, 150])
 def test_links_lead_to_all_segments_below(segments, device):
     from flash_attn_triton._linked.launch.runtime import Launch
-    from flash_attn_triton._tree.portable.walk import link_kernel
+    from flash_attn_triton._tree.portable.links import link_kernel
 
     tree = random_tree(1, segments)
     links = torch.empty(2, segments, dtype=torch.int32, device=device)

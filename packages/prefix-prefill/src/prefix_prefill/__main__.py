@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from attn_common import Platform, has_gluon
+from attn_common import Platform
 from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
@@ -46,7 +46,7 @@ def describe(platform: Platform) -> None:
 
 def _kernels_of(platform: Platform) -> str:
     """Return a sentence about the kernels that run on a platform."""
-    if not (platform.is_hopper and HOPPER and has_gluon()):
+    if not (platform.is_hopper and HOPPER):
         return "every feature runs on the portable Triton kernels"
     return (
         "sequences of more than a few fp16 or bf16 queries run on the Gluon kernels for Hopper, "

@@ -141,7 +141,9 @@ def launches(monkeypatch):
 
     def look_up(self: Any, variant: Any, *_: Any) -> runtime.Ready:
         kernel = types.SimpleNamespace(function=0, packed_metadata=None, run=None)
-        self._ready[variant] = runtime.Ready(kernel, 0, (), launch, lambda _: 0)
+        self._ready[variant] = runtime.Ready(
+            kernel, 0, (), launch, lambda _: 0, runtime.NO_PROFILER
+        )
         return self._ready[variant]
 
     monkeypatch.setattr(runtime.Launch, "_look_up", look_up)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._linked.host.forms import Memory, interpreted
 from .._linked.launch.entries import flat
+from .._linked.launch.kernels import Kernel
 from .._linked.launch.runtime import (
     MAX_COUNTS,
     aligned,
@@ -27,7 +28,7 @@ from .._linked.launch.runtime import (
     token_strides,
     widened,
 )
-from .._linked.portable.primitives import Strides
+from .._linked.portable.strides import Strides
 from . import tiles as attention_tiles
 from .call import (
     BackwardCall,
@@ -42,8 +43,6 @@ from .call import (
 )
 from .portable import arguments
 from .portable.arguments import RowNumbers, RowOptions, RowTensors
-from .portable.attention import attention_kernel
-from .portable.backward_rows import row_kernel
 from .portable.form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
 from .tiles import (
     SHORT,
@@ -53,6 +52,9 @@ from .tiles import (
     takes_hopper_forward,
     tall_shape,
 )
+
+attention_kernel = Kernel(__package__, ".portable.attention", "attention_kernel")
+row_kernel = Kernel(__package__, ".portable.backward_rows", "row_kernel")
 
 # a decode is split into WAVES programs per multiprocessor, each with at least LEAST_STEPS steps
 WAVES = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from attn_common import Platform, detect, has_gluon, next_power_of_2
+from attn_common import Platform, detect, next_power_of_2
 
 from .._linked.host.arguments import FP32_TINY
 from .._linked.host.tiles import (
@@ -266,7 +266,6 @@ def suits_any_hopper(platform: Platform, head_dim: int, itemsize: int) -> bool:
         and platform.is_hopper
         and itemsize == 2
         and 32 < head_dim <= 128  # up to 32, half of a tile would be padding
-        and has_gluon()
     )
 
 

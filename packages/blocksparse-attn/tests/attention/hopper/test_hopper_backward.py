@@ -18,7 +18,7 @@ from blocksparse_attn._attention.portable.arguments import (
 )
 from blocksparse_attn._attention.portable.backward_rows import row_kernel
 from blocksparse_attn._linked.launch.entries import flat
-from blocksparse_attn._linked.portable.primitives import Strides
+from blocksparse_attn._linked.portable.strides import Strides
 
 from ..._linked.budget import assert_same
 from ..._linked.views import VIEWS

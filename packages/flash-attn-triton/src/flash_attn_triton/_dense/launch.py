@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .._linked.launch import builds
 from .._linked.launch.entries import flat
+from .._linked.launch.kernels import Kernel
 from .._linked.launch.runtime import dense, first_columns, widened
 from .call import (
     Backward,
@@ -26,8 +28,9 @@ from .invariant import InvariantForward
 from .portable.arguments import Counts, ForwardTensors
 from .portable.backward_launch import plan_backward
 from .portable.form import Counted, Form, Work, expand_descales, is_served_as_is, readable
-from .portable.forward import forward_kernel
 from .tiles import forward_tile, takes_hopper_forward, takes_short_backward
+
+forward_kernel = Kernel(__package__, ".portable.forward", "forward_kernel")
 
 
 class PortableForward:
@@ -163,11 +166,19 @@ def _build_others(
 _begun: set[tuple[Any, ...]] = set()
 
 
-def build_calls(call: ForwardCall, backward: bool) -> None:
-    """Build the kernels of calls with this signature, all at once, and wait for them."""
+def build_calls(call: ForwardCall, backward: bool, out: Path | None) -> None:
+    """Build the kernels of calls with this signature, all at once, and wait for them.
+
+    With ``out`` they are compiled into that folder.
+    """
     x = readable(call.tensors)
     form = Form(x, call.options)
     noted = _builds_of(form, x, call.dtype, call.deterministic, backward, call.invariant)
+    if out is not None:
+        from .._linked.launch.compiler.shipping import ship
+
+        ship(noted, x.q.device, out)
+        return
     for future in builds.start(noted, x.q.device):
         future.result()
 

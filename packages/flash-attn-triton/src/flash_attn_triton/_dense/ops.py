@@ -10,6 +10,7 @@ derivative: asking for one raises.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,14 +131,17 @@ def plan_of(
     )
 
 
-def build_calls(arguments: Sequence[Any], backward: bool) -> None:
+def build_calls(arguments: Sequence[Any], backward: bool, out: Path | None) -> None:
     """Build the kernels that a call of the forward operator and its derivative would launch."""
     call = structured(ForwardCall, arguments)
-    if call.tensors.q.device.type == "cpu":
+    device = call.tensors.q.device.type
+    if device == "cpu":
+        if out is not None:
+            raise ValueError(f"out must come with tensors on a GPU or on meta, q is on {device}")
         return
     from .launch import build_calls
 
-    build_calls(call, backward and call.tensors.q.dtype not in FP8_DTYPES)
+    build_calls(call, backward and call.tensors.q.dtype not in FP8_DTYPES, out)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

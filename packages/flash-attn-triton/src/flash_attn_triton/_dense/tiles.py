@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 
 import torch
-from attn_common import Platform, detect, has_gluon
+from attn_common import Platform, detect
 from torch import Tensor
 
 from .._linked.host.arguments import FP32_TINY
@@ -305,5 +305,4 @@ def _takes_hopper(x: Tensors, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
         and x.v.shape[-1] * x.v.element_size() % 16 == 0
         and x.k.numel() > 0
         and x.v.numel() > 0
-        and has_gluon()
     )

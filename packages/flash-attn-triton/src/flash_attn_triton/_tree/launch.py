@@ -21,12 +21,15 @@ from .._dense.tiles import (
 )
 from .._linked.host.forms import Memory
 from .._linked.launch.entries import flat
+from .._linked.launch.kernels import Kernel
 from .._linked.launch.runtime import aligned, dense, first_columns, widened
 from .call import TreeBackwardCall, TreeCall
 from .portable.arguments import ForwardTensors, Numbers, Strides, Tree
-from .portable.backward import tree_dkdv_kernel, tree_dq_kernel
-from .portable.forward import tree_forward_kernel
 from .portable.links import Links
+
+tree_dkdv_kernel = Kernel(__package__, ".portable.backward", "tree_dkdv_kernel")
+tree_dq_kernel = Kernel(__package__, ".portable.backward", "tree_dq_kernel")
+tree_forward_kernel = Kernel(__package__, ".portable.forward", "tree_forward_kernel")
 
 
 class TreeForward:

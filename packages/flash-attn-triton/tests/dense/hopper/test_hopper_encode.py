@@ -31,6 +31,7 @@ METADATA = {
 }
 SIGNATURE = {0: "tensordesc<bf16[1,1,1,64,64]>", 1: "tensordesc<bf16[1,1,1,64,64]>", 2: "i32"}
 # what comes ahead of the kernel's arguments
+READY = SimpleNamespace(kernel=None)
 OTHERS = tuple(range(getattr(driver, "_BASE_ARGS_FORMAT_LEN", 15)))
 
 
@@ -96,7 +97,7 @@ def test_maps_that_are_known_are_passed_encoded(encoded):
     q, k = (torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16) for _ in "qk")
     form = MapForm(q, 64, 64, ragged=False)
     for is_known in (False, True):
-        places = launch._places((form(q), form(k), q))
+        places = launch._places((form(q), form(k), q), READY)
         assert any(isinstance(x, TensorMap) for x in places) != is_known
         call(of_triton, form(q), form(k), q.data_ptr())
         call(kernel.run.launch, *places)
@@ -113,14 +114,14 @@ def test_a_launch_maps_its_tensors(encoded):
     form = MapForm(q, 64, 64, ragged=False)
     launch = MappingLaunch(None, {}, (form, form))
     for is_known in (False, True, True):
-        places = launch._places((q, k, q))
+        places = launch._places((q, k, q), READY)
         assert any(isinstance(x, TensorMap) for x in places) != is_known
         call(of_triton, form(q), form(k), q.data_ptr())
         call(kernel.run.launch, *places)
         want, got = launches[-2:]
         assert flat(got) == flat(want)
     mapped = launch._arguments((q, k, q))
-    assert [type(x) for x in mapped] == [TensorMap, TensorMap, torch.Tensor]
+    assert [type(x) for x in mapped] == [TensorDescriptor, TensorDescriptor, torch.Tensor]
     assert mapped[0].base is mapped[2] is q
 
 
@@ -132,7 +133,7 @@ def test_a_launch_copies_a_tensor_once_and_holds_the_copy(encoded):
     wide, narrow = (MapForm(q, 64, columns, ragged=False) for columns in (64, 32))
     launch = MappingLaunch(None, {}, (wide, narrow))
     for _ in range(2):
-        places = launch._places((q, q))
+        places = launch._places((q, q), READY)
         # the maps themselves, known or not: they hold the memory until the launch has read it
         assert [type(x) for x in places] == [TensorMap] * 2
         assert places[0].base is places[1].base
@@ -164,7 +165,7 @@ def test_places_are_forgotten(encoded):
     form = MapForm(memory[:1], 64, 64, ragged=False)
     for i in range(len(memory)):
         call(kernel.run.launch, form(memory[i : i + 1]), form(memory[:1]), 0)
-    assert len(form.encoded) <= MAX_KNOWN
+    assert len(form.encoded[False]) <= MAX_KNOWN
 
 
 def test_another_launcher_stays_as_it_is():

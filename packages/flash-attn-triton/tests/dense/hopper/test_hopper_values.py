@@ -15,7 +15,7 @@ from flash_attn_triton._dense.hopper.forward.arguments import (
 )
 from flash_attn_triton._dense.hopper.forward.values import transpose_values
 from flash_attn_triton._linked.launch.entries import flat
-from flash_attn_triton._linked.portable.primitives import Strides
+from flash_attn_triton._linked.portable.strides import Strides
 
 from ..._linked.budget import Maker, offsets
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._linked.host.forms import ACCESS_BYTES, Memory
 from .._linked.host.internals import is_plain_tensor
 from .._linked.launch.entries import flat
+from .._linked.launch.kernels import Kernel
 from .._linked.launch.runtime import Launch, aligned, is_aligned
 from .call import (
     BackwardTensors,
@@ -34,9 +35,10 @@ from .portable.arguments import (
     StateTile,
 )
 from .portable.decay_launch import DecayGradientPlan
-from .portable.decode import decode_kernel
 from .portable.walk_launch import States, Walk, launch_all, readable, walk_of
 from .tiles import decode_tile, padded_head_dim
+
+decode_kernel = Kernel(__package__, ".portable.decode", "decode_kernel")
 
 
 class ForwardPlan:

@@ -11,7 +11,7 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
-from attn_common import Platform, cdiv, has_gluon, round_up
+from attn_common import Platform, cdiv, round_up
 
 from .._linked.host.tiles import MIN_TILE, Table, find_tile, padded_head_dim
 
@@ -179,7 +179,6 @@ def takes_hopper_walk(platform: Platform, d: int, e: int, dtype: str) -> bool:
         and dtype == "bf16"
         and 64 <= padded_head_dim(d) <= 128
         and padded_head_dim(e) >= 64
-        and has_gluon()
     )
 
 

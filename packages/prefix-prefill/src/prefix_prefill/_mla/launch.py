@@ -13,6 +13,7 @@ from .._cache.kernels.addressing import CacheForm, row_strides
 from .._cache.kernels.arguments import TableStrides
 from .._linked.host.forms import Memory, interpreted
 from .._linked.launch.entries import flat
+from .._linked.launch.kernels import Kernel
 from .._linked.launch.runtime import MAX_COUNTS, Launch, aligned, dense, is_aligned, row_bytes
 from .._paged.launch import MAX_TOKENS, is_writable
 from .._paged.portable.arguments import (
@@ -21,14 +22,16 @@ from .._paged.portable.arguments import (
     SplitMergeTensors,
     SplitMergeTile,
 )
-from .._paged.portable.merge import split_merge_kernel
 from .._paged.portable.tile_launch import MERGE_NUMBERS, count_processors
 from .._paged.tiles import choose_splits, padded_head_dim
 from .call import MlaOptions, MlaTensors, MlaWriteTensors
 from .portable import arguments
 from .portable.arguments import CacheStrides, Numbers, Tile, WriteNumbers, WriteOptions
-from .portable.kernel import mla_kernel, mla_write_kernel
 from .tiles import mla_tile, takes_hopper_mla
+
+split_merge_kernel = Kernel(__package__, ".._paged.portable.merge", "split_merge_kernel")
+mla_kernel = Kernel(__package__, ".portable.kernel", "mla_kernel")
+mla_write_kernel = Kernel(__package__, ".portable.kernel", "mla_write_kernel")
 
 # tokens that a program writes
 BLOCK_T = 8

@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 import torch
-from attn_common import Platform, detect, has_gluon, next_power_of_2
+from attn_common import Platform, detect, next_power_of_2
 
 from .._linked.host.arguments import FP32_TINY
 from .._linked.host.tiles import MIN_TILE, Tile, family_of
@@ -64,7 +64,6 @@ def takes_hopper_mla(x: MlaTensors, options: MlaOptions) -> bool:
         and (x.q.shape[2], x.out.shape[2]) == HOPPER_HEAD_DIMS
         and is_mappable(x.kv_cache[:, :, None])
         and (_takes_fp8(x) or _takes_16_bits(x, options))
-        and has_gluon()
     )
 
 

@@ -23,12 +23,12 @@ from .._cache.kernels.arguments import RowStrides
 from .._cache.layout import cache_sizes
 from .._linked.host.operators import structured
 from .._linked.launch.entries import flat
+from .._linked.launch.kernels import Kernel
 from .._linked.launch.runtime import MAX_COUNTS, Launch, aligned, dense, is_aligned
 from .call import Call, Options, Plan, Tensors
 from .hopper_tiles import hopper_tile
 from .invariant import InvariantAttention
 from .portable.arguments import StateMergeNumbers, StateMergeTensors, StateMergeTile
-from .portable.merge import state_merge_kernel
 from .portable.tile_launch import TilePlan
 from .tiles import (
     MAX_SHORT_ROWS,
@@ -40,6 +40,8 @@ from .tiles import (
     tree_tile,
     words_of,
 )
+
+state_merge_kernel = Kernel(__package__, ".portable.merge", "state_merge_kernel")
 
 if TYPE_CHECKING:
     from .hopper.launch import HopperPlan

@@ -14,7 +14,7 @@ import functools
 import os
 
 import torch
-from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
+from attn_common import Platform, cdiv, detect, next_power_of_2
 from torch import Tensor
 
 from .._cache.layout import is_packed, numbers_of_byte
@@ -331,7 +331,6 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         # the scale is folded into the exponential; only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
         and options.num_splits <= 1
-        and has_gluon()
     )
 
 

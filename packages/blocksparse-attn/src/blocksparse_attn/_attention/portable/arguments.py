@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..._linked.launch.entries import Constant, Foreign, Number, Pointer
-from ..._linked.portable.primitives import Strides
+from ..._linked.portable.strides import Strides
 
 # of a tensor that a launch does not read
 NO_STRIDES = Strides(0, 0, 0)

@@ -21,7 +21,7 @@ from ..._linked.launch.runtime import (
     token_strides,
     whole_rows,
 )
-from ..._linked.portable.primitives import Strides
+from ..._linked.portable.strides import Strides
 from ..call import Options, Pattern, Tensors
 from ..tiles import Shape, Tile, padded_head_dim
 from . import arguments

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from ..._linked.launch.entries import Constant, Foreign, Number
 
+# blocks that one program ranks
+RANKED = 64
+
 
 class Pieces(NamedTuple):
     """How blocks are cut into pieces, each with a bit of its own."""

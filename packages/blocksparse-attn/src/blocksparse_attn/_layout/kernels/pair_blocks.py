@@ -7,8 +7,9 @@ block's piece. They are 0 if the item does not see the block.
 import triton
 import triton.language as tl
 
-# blocks that one program ranks
-RANKED = tl.constexpr(64)
+from . import arguments
+
+RANKED = tl.constexpr(arguments.RANKED)
 
 
 @triton.jit

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ..._attention.portable.form import launch_of
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from .. import lists as layout_lists
 from ..lists import Lists, ListSpec, Pairs, common_bounds, empty_lists, piece_of, steps_of
 from .arguments import (
+    RANKED,
     BitNumbers,
     BitOptions,
     BitTensors,
@@ -30,9 +32,10 @@ from .arguments import (
     PairTensors,
     Pieces,
 )
-from .lists import bit_kernel, list_kernel
-from .pair_blocks import RANKED
-from .pairs import pair_kernel
+
+bit_kernel = Kernel(__package__, ".lists", "bit_kernel")
+list_kernel = Kernel(__package__, ".lists", "list_kernel")
+pair_kernel = Kernel(__package__, ".pairs", "pair_kernel")
 
 # entries of ``col``, or items, per program
 BLOCK = 512
@@ -269,10 +272,10 @@ def make_pairs(
         x = tensors._replace(alone_ptr=alone, last_ptr=last, order_ptr=order, rank_ptr=rank)
         n = numbers._replace(sorted=in_list, kept=layout_lists.KEPT)
         run("apart", pieces // side, x, n)
-        run("rank", lists * cdiv(in_list, RANKED.value), x, n)
+        run("rank", lists * cdiv(in_list, RANKED), x, n)
         run("cells", blocks, x, n)
     run("alone", pairs, tensors, numbers)
-    run("rank", lists * cdiv(in_blocks, RANKED.value), tensors, numbers)
+    run("rank", lists * cdiv(in_blocks, RANKED), tensors, numbers)
     run("compare", pairs, tensors, numbers)
     run("count", 2 * pairs * chunks, tensors, numbers)
     tensors = tensors._replace(ends_ptr=tensors.counts_ptr.cumsum(0))

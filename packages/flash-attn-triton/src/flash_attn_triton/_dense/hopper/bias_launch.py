@@ -9,15 +9,17 @@ import torch
 from attn_common import cdiv, round_up
 from torch import Tensor
 
-from ..._linked.hopper.gradients import ROWS
+from ..._linked.hopper.sizes import ROWS
 from ..._linked.hopper.tma import MapForm
 from ..._linked.host.forms import ACCESS_BYTES
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch, has_whole_rows, is_aligned, whole_rows
 from ..call import Tensors
 from ..hopper_tiles import HopperBackwardTile
 from ..portable.form import Form
 from .backward.arguments import BiasSumNumbers, BiasSumOptions, BiasSumTensors
-from .backward.sum_bias import sum_bias_kernel
+
+sum_bias_kernel = Kernel(__package__, ".backward.sum_bias", "sum_bias_kernel")
 
 # rows of a map: more than a GPU holds, and still an int32
 MOST_ROWS = 0x7FFF0000
@@ -151,7 +153,7 @@ class BiasSum:
         self.fits = self._is_direct or math.prod(self._shape) * x.q.element_size() <= MOST_DS_BYTES
         ds = torch.empty(self._shape, dtype=x.q.dtype, device="meta")
         # queries first; boxes of a step's queries and 64 keys
-        self.map_of = MapForm(ds.transpose(1, 2), tile.block_m, ROWS.value, ragged=False)
+        self.map_of = MapForm(ds.transpose(1, 2), tile.block_m, ROWS, ragged=False)
         options = BiasSumOptions(
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BIAS_BATCH=planes[0] > 1,

@@ -8,6 +8,7 @@ queries and keys. The output and each gradient have one accumulator per panel.
 from ..._linked.hopper.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
 from ..._linked.hopper.gradients import add_to_memory, in_rows, write
 from ..._linked.hopper.ptx import shrink
+from .backward import arguments
 
 
 @gluon.constexpr_function
@@ -200,14 +201,7 @@ def no_gradient(ROWS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr):
     return sums
 
 
-@gluon.constexpr_function
-def has_panel_each(wide, narrow, block_m, block_n):
-    """Tell whether each warpgroup of the backward makes one panel of dq, not half of each.
-
-    Narrow products are then not halved; each half would read all gradients of scores, and 16
-    columns take as long as 48. Wider panels would take too many registers.
-    """
-    return narrow > 0 and wide == 64 and block_m == 64 and block_n == 128
+has_panel_each = gluon.constexpr_function(arguments.has_panel_each)
 
 
 @gluon.constexpr_function

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..._linked.launch.entries import Constant, Foreign, Number, Pointer
-from ..._linked.portable.primitives import Strides
+from ..._linked.portable.strides import Strides
 
 # ---- launches pass: tensors
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..._linked.host.forms import ACCESS_BYTES
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch, aligned, compact, dense, token_strides
-from ..._linked.portable.primitives import Strides
+from ..._linked.portable.strides import Strides
 from ..call import Backward, PlannedGrads, Tensors
 from ..tiles import (
     backward_dkdv_tile,
@@ -35,12 +36,13 @@ from .arguments import (
     ShortNumbers,
     ShortTensors,
 )
-from .backward_dkdv import dkdv_kernel
-from .backward_dq import dq_kernel
-from .backward_rows import row_kernel
-from .backward_short import short_kernel
-from .bias_gradient import bias_gradient_kernel
 from .form import Counted, Form, Work
+
+dkdv_kernel = Kernel(__package__, ".backward_dkdv", "dkdv_kernel")
+dq_kernel = Kernel(__package__, ".backward_dq", "dq_kernel")
+row_kernel = Kernel(__package__, ".backward_rows", "row_kernel")
+short_kernel = Kernel(__package__, ".backward_short", "short_kernel")
+bias_gradient_kernel = Kernel(__package__, ".bias_gradient", "bias_gradient_kernel")
 
 # rows per program of the row kernel
 ROWS = 32

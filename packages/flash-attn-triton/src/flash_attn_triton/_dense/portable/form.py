@@ -20,7 +20,7 @@ from ..._linked.launch.runtime import (
     token_strides,
     whole_rows,
 )
-from ..._linked.portable.primitives import Strides
+from ..._linked.portable.strides import Strides
 from ..._reference.philox import dropout_threshold, keep_scale
 from ..call import Options, Tensors
 from ..hopper_tiles import panels_of

@@ -11,11 +11,13 @@ from torch import Tensor
 from ..._linked.host.forms import Memory
 from ..._linked.host.tiles import padded_head_dim
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch, compact
 from ..pieces import MERGED, Piece
 from .arguments import MergeNumbers, MergeTensors, MergeTile, Raster
-from .merge import merge_kernel
-from .wait import wait_kernel
+
+merge_kernel = Kernel(__package__, ".merge", "merge_kernel")
+wait_kernel = Kernel(__package__, ".wait", "wait_kernel")
 
 # tokens of one head per program
 ROWS = 32

@@ -27,13 +27,15 @@ from ..._linked.hopper.tickets import MAX_TICKETS, new_ticket
 from ..._linked.hopper.tma import MapForm, MappingLaunch
 from ..._linked.host.forms import Memory
 from ..._linked.host.tiles import padded_head_dim
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import MAX_COUNTS, Launch, dense
 from ..portable.arguments import CountTensors
 from ..portable.links import LINKS, Links
-from ..portable.walk import count_below_kernel
 from .arguments import BackwardNumbers, BackwardTensors, ForwardNumbers
-from .backward import tree_backward_kernel
-from .forward import tree_forward_kernel
+
+count_below_kernel = Kernel(__package__, "..portable.walk", "count_below_kernel")
+tree_backward_kernel = Kernel(__package__, ".backward", "tree_backward_kernel")
+tree_forward_kernel = Kernel(__package__, ".forward", "tree_forward_kernel")
 
 
 class HopperTreeForward:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from attn_common import cdiv
 from torch import Tensor
 
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch
 from .arguments import LinkTensors
-from .walk import link_kernel
+
+link_kernel = Kernel(__package__, ".walk", "link_kernel")
 
 # segments per program
 LINKS = 64

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from ..._linked.launch.entries import Constant, Map
 
+# tokens of a chunk, and columns of a panel
+SIDE = 64
+
 
 class Maps(NamedTuple):
     """Tensor maps of panels; ``read`` and ``out`` are None without reads."""

@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from ..._linked.hopper.tma import MapForm, MapLaunch
+from ..._linked.launch.kernels import Kernel
 from ..portable.arguments import Options
 from ..tiles import Tile, hopper_tile, padded_head_dim
 from . import arguments
-from .primitives import SIDE
-from .walk import hopper_walk_kernel
+from .arguments import SIDE
+
+hopper_walk_kernel = Kernel(__package__, ".walk", "hopper_walk_kernel")
 
 
 class HopperWalk:
@@ -26,7 +28,7 @@ class HopperWalk:
         hopper = hopper_tile(tile.block_e)
         packed = self._is_packed
         options = Options(self._d, self._e, self._reverse, segmented, RAGGED=packed, SKIP=skip)
-        halves = padded_head_dim(self._d) // SIDE.value
+        halves = padded_head_dim(self._d) // SIDE
         terms = 2 if is_exact else 1
         constants = {
             "OPTIONS": options,
@@ -49,5 +51,5 @@ class HopperWalk:
             return None
         form = self._forms.get(role)
         if form is None:
-            form = self._forms[role] = MapForm(x, SIDE.value, SIDE.value, ragged=self._is_packed)
+            form = self._forms[role] = MapForm(x, SIDE, SIDE, ragged=self._is_packed)
         return form(x)

@@ -3,9 +3,9 @@
 from ..._linked.hopper.compat import gl, gluon
 from ..._linked.hopper.pipeline import coordinates
 from .. import call
+from . import arguments
 
-# tokens of a chunk, and columns of a panel
-SIDE = gl.constexpr(64)
+SIDE = gl.constexpr(arguments.SIDE)
 # as in ``primitives`` of the portable kernels
 LARGEST_RATE = gl.constexpr(call.LARGEST_RATE)
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ..._linked.host.forms import Memory
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch
 from ..call import BackwardTensors, Inputs
 from .arguments import DecayGradientNumbers, Lengths, Options, Rows, RowStrides, Tensors
-from .decay_gradient import decay_gradient_kernel
 from .walk_launch import Walk, strides_of, tile_constants, tile_of
+
+decay_gradient_kernel = Kernel(__package__, ".decay_gradient", "decay_gradient_kernel")
 
 
 class DecayGradientPlan:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..._linked.host.forms import Memory, interpreted
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch, aligned, dense, row_bytes, token_strides
-from ..._linked.portable.primitives import Strides
+from ..._linked.portable.strides import Strides
 from ..call import Inputs
 from ..tiles import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
 from .arguments import (
@@ -29,8 +30,9 @@ from .arguments import (
     Tensors,
     WalkTile,
 )
-from .combine import combine_kernel
-from .walk import walk_kernel
+
+combine_kernel = Kernel(__package__, ".combine", "combine_kernel")
+walk_kernel = Kernel(__package__, ".walk", "walk_kernel")
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # the tile of a state per program of the scan over segments

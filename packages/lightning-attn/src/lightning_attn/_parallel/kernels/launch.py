@@ -16,11 +16,13 @@ from ..._linear.launch import (
 )
 from ..._linear.portable.walk_launch import States, Walk, readable, walk_of
 from ..._linked.host.forms import Memory
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch
 from ..passes import Sharded
 from ..shards import Sources
 from .arguments import Numbers, Tensors
-from .arrival import arrive_kernel
+
+arrive_kernel = Kernel(__package__, ".arrival", "arrive_kernel")
 
 __all__ = [
     "arrive",

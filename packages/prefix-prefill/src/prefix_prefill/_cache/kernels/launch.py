@@ -8,12 +8,14 @@ from attn_common import cdiv, detect, fp8_info
 
 from ..._linked.host.forms import Memory
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import MAX_COUNTS, Launch, aligned, is_aligned, row_bytes
 from ..._paged.call import WriteTensors
 from ..layout import INT_MAX
 from .addressing import CacheForm, one_form, row_strides, strides_of
 from .arguments import Numbers, Options, SlotStrides
-from .write import reshape_and_cache_kernel
+
+reshape_and_cache_kernel = Kernel(__package__, ".write", "reshape_and_cache_kernel")
 
 # tokens of one head that a program writes
 BLOCK_T = 16

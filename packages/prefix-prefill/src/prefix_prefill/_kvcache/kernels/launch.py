@@ -17,6 +17,7 @@ from ..._cache.kernels.arguments import AngleStrides, Options, SlotStrides, Tabl
 from ..._cache.layout import INT_MAX
 from ..._linked.host.operators import structured
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from ..._paged.call import (
     AppendOptions,
@@ -31,8 +32,10 @@ from ..._paged.call import (
 from ..._paged.invariant import InvariantAttention
 from ..._paged.launch import AttentionPlan
 from ..checks import room
-from .append import append_kernel, pages_kernel
 from .arguments import Numbers, PageNumbers, PageTensors
+
+append_kernel = Kernel(__package__, ".append", "append_kernel")
+pages_kernel = Kernel(__package__, ".append", "pages_kernel")
 
 # tokens of one head that a program appends
 BLOCK_T = 16

@@ -7,6 +7,11 @@ from typing import NamedTuple
 from ..._cache.kernels.arguments import RowStrides, TableStrides
 from ..._linked.launch.entries import Constant, Map, Number
 
+# columns of a half of the values
+HALF = 256
+# rotary columns of the keys, which are no values
+REST = 64
+
 
 class Maps(NamedTuple):
     """Tensor maps (TMA) of a piece of a page."""

@@ -23,12 +23,12 @@ from ..._linked.hopper.ptx import hide_unless
 from ..._linked.hopper.softmax import row_sums
 from ..._linked.launch.entries import entry
 from ..portable.arguments import Tensors
+from . import arguments
 from .arguments import Maps, Numbers, Tile
 from .producer import HALF, produce, work_of
 from .structures import Inputs, Pipeline, Results, Rows, Softmax
 
-# rotary columns of the keys, which are no values
-REST = gl.constexpr(64)
+REST = gl.constexpr(arguments.REST)
 # named barriers between the two warpgroups: probabilities are stored, probabilities were read
 FULL = gl.constexpr(TURN.value)
 USED = gl.constexpr(TURN.value + 1)

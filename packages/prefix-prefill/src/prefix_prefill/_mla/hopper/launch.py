@@ -10,14 +10,16 @@ from ..._cache.kernels.arguments import TableStrides
 from ..._linked.hopper.tma import MapForm, MapLaunch
 from ..._linked.host.forms import Memory
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import MAX_COUNTS, Launch
 from ..._paged.hopper.launch import WARP, WARPGROUP, as_rows
 from ..._paged.tiles import copied_keys, rows_of_page
 from ..call import MlaOptions, MlaTensors
 from ..tiles import HOPPER_TILE
-from .arguments import Numbers, Tile
-from .fp8 import mla_fp8_kernel
-from .kernel import HALF, REST, mla_kernel
+from .arguments import HALF, REST, Numbers, Tile
+
+mla_fp8_kernel = Kernel(__package__, ".fp8", "mla_fp8_kernel")
+mla_kernel = Kernel(__package__, ".kernel", "mla_kernel")
 
 
 class HopperLaunch:
@@ -45,8 +47,8 @@ class HopperLaunch:
         self._numbers: Memory[tuple[float, ...]] = Memory(MAX_COUNTS)
         if not self._is_fp8:
             rows = as_rows(cache)
-            self._halves = MapForm(rows, piece, HALF.value, ragged=True)
-            self._rests = MapForm(rows, piece, REST.value, ragged=True)
+            self._halves = MapForm(rows, piece, HALF, ragged=True)
+            self._rests = MapForm(rows, piece, REST, ragged=True)
         tile = Tile(
             CAUSAL=options.causal,
             GROUP=heads,

@@ -2,10 +2,10 @@
 
 from ..._linked.hopper.compat import copy_in, gl, gluon, mbarrier
 from ..._linked.hopper.pipeline import EMPTY, SEARCH_CHUNK, TURN, barrier_sync, coordinates
+from . import arguments
 from .structures import Work
 
-# columns of a half of the values
-HALF = gl.constexpr(256)
+HALF = gl.constexpr(arguments.HALF)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from ..._linked.hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ..._linked.hopper.tma import MapForm, MapLaunch, TensorMap
 from ..._linked.host.forms import Memory
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import MAX_COUNTS
 from .. import call
 from ..hopper_tiles import HopperTile, hopper_tile, is_worth_tall, takes_tall
@@ -24,8 +25,9 @@ from .arguments import (
     WideNumbers,
     WideTensors,
 )
-from .attention import prefill_kernel
-from .wide import prefill_wide_kernel
+
+prefill_kernel = Kernel(__package__, ".attention", "prefill_kernel")
+prefill_wide_kernel = Kernel(__package__, ".wide", "prefill_wide_kernel")
 
 WARP, WARPGROUP = 32, 128
 

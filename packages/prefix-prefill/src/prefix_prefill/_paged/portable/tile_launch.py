@@ -15,6 +15,7 @@ from ..._linked.host.arguments import MAX_WINDOW
 from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
 from ..._linked.host.tiles import MIN_TILE
 from ..._linked.launch.entries import flat
+from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import MAX_COUNTS, Launch, row_bytes
 from .. import tiles as portable_tiles
 from ..call import Options, Tensors
@@ -31,9 +32,10 @@ from .arguments import (
     Tile,
     ValueStrides,
 )
-from .attention import paged_kernel
-from .merge import split_merge_kernel
 from .structures import Columns, VectorLayout
+
+paged_kernel = Kernel(__package__, ".attention", "paged_kernel")
+split_merge_kernel = Kernel(__package__, ".merge", "split_merge_kernel")
 
 # padding tokens that one program zeroes
 FILL_TOKENS = 64

@@ -14,17 +14,19 @@ from ...._linked.hopper.tickets import new_ticket
 from ...._linked.hopper.tma import MapForm, MapLaunch, TensorMap
 from ...._linked.host.forms import Memory, interpreted
 from ...._linked.launch.entries import flat
+from ...._linked.launch.kernels import Kernel
 from ...._linked.launch.runtime import MAX_COUNTS, token_strides
-from ...._linked.portable.primitives import Strides
+from ...._linked.portable.strides import Strides
 from ...call import Tensors
 from ...portable.arguments import RowNumbers, RowOptions, RowTensors
-from ...portable.backward_rows import row_kernel
 from ...portable.form import Form, diagonal_of, launch_of
 from ...tiles import BACKWARD_STAGES, hopper_dq_tile, is_covered, padded_head_dim
 from ..arguments import BackwardNumbers, BackwardOptions, BackwardTensors, QueryTensors
-from ..queries.kernel import hopper_query_kernel
 from ..queries.launch import PANEL, QueryWalk
-from .kernel import hopper_backward_kernel
+
+row_kernel = Kernel(__package__, "...portable.backward_rows", "row_kernel")
+hopper_query_kernel = Kernel(__package__, "..queries.kernel", "hopper_query_kernel")
+hopper_backward_kernel = Kernel(__package__, ".kernel", "hopper_backward_kernel")
 
 # registers per thread at the start of the backward
 REGISTERS = 168

@@ -10,12 +10,14 @@ from torch import Tensor
 from ...._linked.hopper.tickets import kept_ticket, new_ticket
 from ...._linked.hopper.tma import MapForm, MapLaunch, TensorMap
 from ...._linked.host.forms import Memory
+from ...._linked.launch.kernels import Kernel
 from ...._linked.launch.runtime import MAX_COUNTS
 from ...call import Tensors, Walk
 from ...portable.form import Form, QueryTiles, launch_of, processors
 from ...tiles import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, padded_head_dim
 from ..arguments import QueryNumbers, QueryOptions, QueryTensors
-from .kernel import hopper_query_kernel
+
+hopper_query_kernel = Kernel(__package__, ".kernel", "hopper_query_kernel")
 
 # columns per copy: a tile of wider heads is several panels
 PANEL = 64
@@ -27,15 +29,14 @@ class PackedMap(TensorMap):
     No encoding is kept: the next tensor at the same address may have another length.
     """
 
-    def __init__(self, base: Tensor, form: MapForm) -> None:
-        super().__init__(base, form)
-        self.encoded = None
-
     @property
     def shape(self) -> list[int]:
         return [*self.form.shape[:3], self.base.shape[1], self.form.shape[4]]
 
-    def keep(self, encoded: list[Any]) -> None:
+    def encoded(self, shipped: bool) -> None:
+        """Know nothing."""
+
+    def keep(self, encoded: list[Any], shipped: bool) -> None:
         """Remember nothing."""
 
 

@@ -185,3 +185,12 @@ class BiasSumOptions(NamedTuple):
     ACCESS: Constant  # elements per memory access
     BLOCK_M: Constant
     BLOCK_N: Constant
+
+
+def has_panel_each(wide: int, narrow: int, block_m: int, block_n: int) -> bool:
+    """Tell whether each warpgroup of the backward makes one panel of dq, not half of each.
+
+    Narrow products are then not halved; each half would read all gradients of scores, and 16
+    columns take as long as 48. Wider panels would take too many registers.
+    """
+    return narrow > 0 and wide == 64 and block_m == 64 and block_n == 128

@@ -8,9 +8,10 @@ import torch
 from attn_common import cdiv, round_up
 from torch import Tensor
 
-from ...._linked.hopper.gradients import ROWS
+from ...._linked.hopper.sizes import ROWS
 from ...._linked.hopper.tma import MapForm, MappingLaunch
 from ...._linked.host.forms import Memory
+from ...._linked.launch.kernels import Kernel
 from ...._linked.launch.runtime import MAX_COUNTS
 from ...call import Tensors
 from ...hopper_tiles import (
@@ -26,9 +27,10 @@ from ..bias_launch import BiasForm, BiasSum, Together, dimensions_of, side_by_si
 from ..forward import launch as forward_launch
 from .arguments import Numbers, Options, Tile
 from .cut import choose_shares, filling_planes, possible_shares
-from .kernel import backward_kernel
 from .maps import BackwardMaps, Six
 from .sums.launch import Sums, count_sums, round_launches
+
+backward_kernel = Kernel(__package__, ".kernel", "backward_kernel")
 
 # with ordered additions to dq, the least number of heads that are walked together: then only few
 # blocks of one head begin side by side, each of which waits for the block before it. More heads
@@ -116,7 +118,7 @@ class HopperBackward:
         # by token counts, which the signature of a packed call does not fix
         self._work: Memory[Work] = Memory(MAX_COUNTS)
         self._tile = tile = tile or _backward_tile(form, x, ordered)
-        keys, ragged = ROWS.value, form.is_packed
+        keys, ragged = ROWS, form.is_packed
         bias = self._map_bias = None
         if x.bias is not None:
             bias = self._map_bias = BiasForm(x.bias, tile.block_m, keys)

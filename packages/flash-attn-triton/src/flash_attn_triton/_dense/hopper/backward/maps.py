@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...._linked.hopper.compat import gl
-from ...._linked.hopper.gradients import ROWS
+from ...._linked.hopper.sizes import ROWS
 from ...._linked.hopper.tma import MapForm
 from ...._linked.launch.entries import flat
 from ...hopper_tiles import HopperBackwardTile, panels_of
 from ...portable.form import Form
 from ..bias_launch import MOST_ROWS
 from ..forward.launch import narrow_panels
-from ..panels import has_panel_each
-from .arguments import Maps, PanelMaps
+from .arguments import Maps, PanelMaps, has_panel_each
 
 # q, k, v, the output's gradient, dk and dv
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -30,8 +28,7 @@ class SumsForm(MapForm):
         self.shape = [MOST_ROWS, 32]
         self.strides = [32, 1]
         self.block_shape = [rows, 32]
-        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, gl.float32)
-        self.encoded = {}
+        self.encoded = {}, {}
 
 
 class BackwardMaps:
@@ -40,7 +37,7 @@ class BackwardMaps:
     def __init__(self, form: Form, tile: HopperBackwardTile, *, ragged: bool) -> None:
         self._ragged = ragged
         # rows of a box: 64 keys, or all queries of a step
-        keys, queries = ROWS.value, tile.block_m
+        keys, queries = ROWS, tile.block_m
         self._rows = queries, keys, keys, queries, keys, keys
         (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
         self._wide = wide, wide, wide_v, wide_v, wide, wide_v

@@ -15,8 +15,9 @@ from ...._linked.hopper.tma import MapForm, MappingLaunch, is_mappable
 from ...._linked.host.forms import ACCESS_BYTES, Memory
 from ...._linked.host.tiles import padded_head_dim
 from ...._linked.launch.entries import flat
+from ...._linked.launch.kernels import Kernel
 from ...._linked.launch.runtime import MAX_COUNTS, Launch, dense, token_strides
-from ...._linked.portable.primitives import Strides
+from ...._linked.portable.strides import Strides
 from ...call import Forward, Tensors
 from ...hopper_tiles import (
     ForwardPanels,
@@ -40,8 +41,9 @@ from .arguments import (
     ValuesOptions,
     ValuesTensors,
 )
-from .kernel import forward_kernel
-from .values import transpose_values
+
+forward_kernel = Kernel(__package__, ".kernel", "forward_kernel")
+transpose_values = Kernel(__package__, ".values", "transpose_values")
 
 # 256 GiB: larger than any tensor, and still a legal stride of a tensor map (40 bits)
 MOST_BYTES = 1 << 38

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from attn_common import cdiv
 
+from ....._linked.launch.kernels import Kernel
 from ....._linked.launch.runtime import Launch
 from ....hopper_tiles import HopperBackwardTile, panels_of
 from ....portable.arguments import PIECE
 from ....portable.form import Form
-from ...panels import has_panel_each
-from ..arguments import RoundingNumbers, RoundingOptions
-from .kernel import round_kernel
+from ..arguments import RoundingNumbers, RoundingOptions, has_panel_each
+
+round_kernel = Kernel(__package__, ".kernel", "round_kernel")
 
 
 class Roundings(NamedTuple):

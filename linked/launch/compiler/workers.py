@@ -19,14 +19,14 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
-from ..host.versions import TRITON, is_tested
+from ...host.versions import TRITON, is_tested
 
 SCRIPT = Path(__file__).with_name("worker.py")
 # seconds after which a process is killed
 PATIENCE = 300
 
 
-def _cores() -> int:
+def cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -38,7 +38,7 @@ def _is_python() -> bool:
 
 
 # the inputs of a build are read through Triton's private interfaces
-IS_OFFERED = _is_python() and _cores() > 1 and is_tested(triton.__version__, TRITON)
+IS_OFFERED = _is_python() and cores() > 1 and is_tested(triton.__version__, TRITON)
 
 
 def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Kernels that were shipped compiled: their folders, and launches without a compiler."""
