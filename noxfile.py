@@ -416,6 +416,26 @@ def compile_(session: nox.Session, package: str) -> None:
 
 
 @nox.session(requires=["build"], default=False)
+@each(("flash-attn-triton", "lightning-attn", "prefix-prefill"))
+def kernels(session: nox.Session, package: str) -> None:
+    """Compile a package's kernels for Hopper into a wheel in dist/; -- --like NAME for a model's.
+
+    One wheel holds the kernels of the oldest and of the newest Triton.
+    """
+    install(session, package, groups=())
+    tool(session, "build")
+    folder = BUILD / "kernels" / package
+    shutil.rmtree(folder, ignore_errors=True)
+    command = ("python", "-m", package.replace("-", "_"), "compile", "--gpu", "sm_90")
+    for version in (NEWEST_TRITON, OLDEST_TRITON):
+        session.install("--no-deps", f"triton=={version}")
+        out = folder / f"triton_{version.replace('.', '_')}"
+        session.run(*command, f"--out={out}", *session.posargs)
+    script = str(ROOT / "ci" / "companions.py")
+    session.run("python", script, package, "sm_90", str(folder), str(DIST))
+
+
+@nox.session(requires=["build"], default=False)
 @each(KERNEL_PACKAGES)
 def versions(session: nox.Session, package: str) -> None:
     """Run one package's tests on the oldest and the newest torch and Triton that it serves."""

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import html
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -33,12 +34,28 @@ HEAD = '<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n'
 API = "1.1"
 # says that a folder is an index; and GitHub's pages serve its files as they are
 MARK = ".nojekyll"
+# puts the page's own address into its commands, and gives each a button that copies it
+SCRIPT = """<script>
+for (const place of document.querySelectorAll(".index"))
+  place.textContent = new URL("simple/", location.href).href;
+for (const text of document.querySelectorAll("pre")) {
+  const button = document.createElement("button");
+  button.textContent = "copy";
+  button.onclick = () => navigator.clipboard.writeText(text.textContent);
+  text.before(button);
+}
+</script>"""
 WARNING = """<p>Never add this index by --extra-index-url: pip then takes the highest version that
 any index offers, and other projects have these names elsewhere.</p>"""
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def is_ours(project: str) -> bool:
+    """Return whether a project is a package of this repository, or one of compiled kernels."""
+    return re.sub(r"-kernels-[a-z0-9]+$", "", project) in OURS
 
 
 class File:
@@ -57,7 +74,7 @@ class File:
         self.metadata: Message = BytesParser().parsebytes(self.raw)
         self.project = str(canonicalize_name(str(self.metadata["Name"])))
         self.version = Version(str(self.metadata["Version"]))
-        if self.project not in OURS:
+        if not is_ours(self.project):
             of = f"{path.name} is of {self.project}"
             raise ValueError(f"{of}, which is no package of this repository")
 
@@ -116,7 +133,7 @@ def needs(files: list[File], project: str) -> list[File]:
     """Return the newest wheels of what a project requires of ours, and its own, which is last."""
     own, found = newest(files, project), dict[str, File]()
     for name in map(canonicalize_name, own.requirements):
-        if name in OURS:
+        if is_ours(name):
             found |= {file.project: file for file in needs(files, name)}
     return [*found.values(), own]
 
@@ -128,20 +145,23 @@ def pinned(wheels: list[File]) -> str:
 
 
 def start_page(offered: dict[str, list[File]], url: str, docs: bool) -> str:
-    """Return the page at the root: the commands, with the address of the index in them."""
-    index = f"{url}/simple/" if url else "simple/"
+    """Return the page at the root: the commands, with the address of the index in them.
+
+    Without a ``url`` the page fills in its own address where it is opened.
+    """
+    index = f"{url}/simple/" if url else '<span class="index">ADDRESS/simple/</span>'
     lines = [f"{HEAD}<title>Attention kernels</title>\n</head>\n<body>\n<h1>Attention kernels</h1>"]
     lines += ['<p><a href="docs/">Documentation</a></p>'] if docs else []
     lines += ["<p>A package index of these wheels alone. Install third parties first:</p>"]
     for project, wheels in offered.items():
         asked = {name for file in wheels for name in file.requirements}
-        theirs = sorted(x for x in asked if canonicalize_name(x) not in OURS)
-        commands = [f"pip install {' '.join(theirs)}"] if theirs else []
+        theirs = sorted(x for x in asked if not is_ours(canonicalize_name(x)))
+        commands = [html.escape(f"pip install {' '.join(theirs)}")] if theirs else []
         ours = " ".join(file.project for file in wheels)
         commands.append(f"pip install --isolated --no-deps --index-url {index} {ours}")
-        lines += [f"<h2>{project}</h2>", f"<pre>{html.escape(chr(10).join(commands))}</pre>"]
+        lines += [f"<h2>{project}</h2>", f"<pre>{chr(10).join(commands)}</pre>"]
         lines.append(f'<p>With hashes: <a href="requirements/{project}.txt">{project}.txt</a></p>')
-    return "\n".join([*lines, WARNING, "</body>\n</html>\n"])
+    return "\n".join([*lines, WARNING, SCRIPT, "</body>\n</html>\n"])
 
 
 def write(folder: Path, site: Path, url: str = "", docs: Path | None = None) -> None:

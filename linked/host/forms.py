@@ -5,7 +5,9 @@ Calls of one form share their checks and their launcher. This module imports onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -47,6 +49,30 @@ class Memory(Generic[T]):
 def interpreted() -> bool:
     """Return whether this process interprets Triton kernels; Triton decides this at import."""
     return asks_for_interpreter()
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def noting() -> Iterator[list[Any]]:
+    """Note this thread's launches, of calls on meta tensors, instead of launching."""
+    launches: list[Any] = []
+    _thread.noted = launches
+    try:
+        yield launches
+    finally:
+        del _thread.noted
+
+
+def noted() -> list[Any] | None:
+    """Return the launches that this thread notes; None if it does not note them."""
+    return getattr(_thread, "noted", None)
+
+
+def is_noting() -> bool:
+    """Return whether this thread notes launches."""
+    return noted() is not None
 
 
 def form_of(

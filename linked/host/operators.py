@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import on_one_device
-from .forms import interpreted
+from .forms import interpreted, is_noting
 from .internals import is_plain_tensor, is_transformed, is_watched
 from .overlap import check_apart
 
@@ -118,7 +118,8 @@ def register(
 ) -> Any:
     """Define an operator and return it.
 
-    On real tensors it raises if one that it writes into shares memory with itself or another.
+    On real tensors it raises if one that it writes into shares memory with itself or another. While
+    launches are noted, tensors on meta take the kernels' implementation.
 
     Args:
         operator: name with its namespace.
@@ -141,8 +142,11 @@ def register(
             check(*arguments)
         return (kernels if interpreted() else eager)(*arguments)
 
+    def without_data(*arguments: Any) -> Any:
+        return (kernels if is_noting() else fake)(*arguments)
+
     torch.library.define(operator, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.register_fake(operator, fake)
+    torch.library.register_fake(operator, without_data)
     namespace, name = operator.split("::")
     defined = getattr(getattr(torch.ops, namespace), name).default
     names = [x.name for x in defined._schema.arguments]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -29,6 +29,14 @@ def print_versions(version: str) -> None:
     except metadata.PackageNotFoundError:
         triton = "missing"
     print(f"{package} {version}, torch {torch.__version__}, triton {triton}")
+    if torch.cuda.is_available() and torch.version.hip is None:
+        from ..launch.shipped.folders import folders
+
+        fitting, aside = folders("sm_{}{}".format(*torch.cuda.get_device_capability()))
+        for folder in fitting:
+            print(f"compiled kernels: {len(folder.kernels)} in {folder.path}")
+        for line in aside:
+            print(f"compiled kernels: {line}")
 
 
 def check_gradients(
@@ -99,6 +107,7 @@ def run_command(
     arguments: list[str],
     describe: Callable[[Platform], None],
     check: Callable[[torch.device], bool],
+    shipped: tuple[Callable[[str | None], Iterable[dict[str, Any]]], Iterable[str]] | None = None,
 ) -> int:
     """Run the command line; return 0 if every check passed.
 
@@ -106,12 +115,19 @@ def run_command(
         arguments: arguments of the command line.
         describe: prints versions and tiles for a platform.
         check: checks the kernels on a device; returns whether all passed.
+        shipped: what the command ``compile`` takes: the calls of a model, and the models. Default:
+            it has to be given a file of calls.
     """
+    if arguments[:1] == ["compile"]:
+        from ..launch.compiler.command import compile_command
+
+        return compile_command(arguments[1:], *(shipped or (None, ())))
     package = __name__.partition(".")[0]
     parser = argparse.ArgumentParser(
         prog=f"python -m {package}",
         description="Print versions, the platform and its tiles; check the kernels here.",
-        epilog="Exits with 1 if a check failed. Without a GPU, the kernels are interpreted.",
+        epilog="Exits with 1 if a check failed. Without a GPU, the kernels are interpreted. "
+        f"`python -m {package} compile --help` tells how to compile kernels into a folder.",
     )
     parser.add_argument(
         "command", nargs="?", choices=["check"], metavar="check", help="the same as without it"

@@ -8,13 +8,14 @@ CUDA graph may be captured meanwhile. Kernels that were shipped compiled are not
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from ..host.forms import noted
 from .shipped.folders import has
 
 # concurrent builds: a pass has few more kernels
@@ -32,37 +33,26 @@ class Build(NamedTuple):
     numbers: tuple[float, ...]
 
 
-_thread = threading.local()
 # builds begun or finished, by key
 _builds: dict[Hashable, Future[None]] = {}
 _pools: list[ThreadPoolExecutor] = []
 _lock = threading.Lock()
 
 
-@contextmanager
-def noting() -> Iterator[list[Build]]:
-    """Note launches of this thread on meta tensors instead of launching."""
-    _thread.noted = noted = []
-    try:
-        yield noted
-    finally:
-        del _thread.noted
-
-
 def note(
     launch: Any, form: tuple[Any, ...], tensors: tuple[Any, ...], numbers: tuple[float, ...]
 ) -> bool:
     """Note a launch; return False if this thread does not note launches."""
-    noted = getattr(_thread, "noted", None)
-    if noted is not None:
-        noted.append(Build(launch, form, tensors, numbers))
-    return noted is not None
+    found = noted()
+    if found is not None:
+        found.append(Build(launch, form, tensors, numbers))
+    return found is not None
 
 
-def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
-    """Start the noted builds for a device, except those begun before; retry failed ones."""
-    noted = [build for build in noted if not has(build.form, device)]
-    if not noted:
+def start(launches: list[Build], device: torch.device) -> list[Future[None]]:
+    """Start builds for a device, except those begun before; retry failed ones."""
+    missing = [build for build in launches if not has(build.form, device)]
+    if not missing:
         return []
     from .compiler.launches import set_up
 
@@ -71,7 +61,7 @@ def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
     with _lock:
         if not _pools:
             _pools.append(ThreadPoolExecutor(WORKERS, thread_name_prefix="attention-builds"))
-        for place, build in enumerate(noted):
+        for place, build in enumerate(missing):
             key = (device.index, *build.form)
             known = _builds.get(key)
             if known is None or (known.done() and known.exception() is not None):

@@ -7,6 +7,7 @@ rounding. Kernels rely instead on aligned rows, which ``aligned`` ensures.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -131,11 +132,13 @@ class Launch:
         if known is None:
             known = find(form, tensors[0].device)
         if known is None:
-            from .compiler.launches import launch
+            from .compiler.launches import launch, tell
 
+            start = time.monotonic()
             builds.wait(key)
             arguments = self._arguments(tensors)
             kernel = launch(self._kernel, grid, arguments, numbers, self._constants)
+            tell(self._kernel.name, time.monotonic() - start)
             if kernel is None:
                 return None
         else:

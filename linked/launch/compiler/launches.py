@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from threading import RLock
 from typing import Any
@@ -14,10 +15,16 @@ from ...host.arguments import FP32_TINY
 from ...host.internals import IS_TESTED as TORCH_IS_TESTED
 from ...host.versions import TRITON, is_tested, warn_untested
 from ..kernels import Kernel
+from ..shipped.folders import PACKAGE
 from . import workers
 
 # whether a compiled kernel may be launched past Triton's own look-up
 IS_DIRECT = TORCH_IS_TESTED and is_tested(triton.__version__, TRITON)
+
+# seconds of a compilation that are worth a line
+LONG = 1.0
+# the kernel of which the line was logged
+_said: list[str] = []
 
 # Triton's interpreter keeps its state in globals, so one kernel may run at a time; all packages
 # with this file share the lock
@@ -55,6 +62,19 @@ def launch(
             warn_untested("triton", triton.__version__, TRITON)
         return None
     return compiled
+
+
+def tell(kernel: str, spent: float) -> None:
+    """Log, once per process, that a call waited long for its kernel, and how to avoid it."""
+    if spent > LONG and not _said:
+        _said.append(kernel)
+        logging.getLogger(PACKAGE).warning(
+            "compiled %s in %.1f s, for which the call waited; `python -m %s compile --help` tells "
+            "how to compile kernels once, elsewhere (said once)",
+            kernel,
+            spent,
+            PACKAGE,
+        )
 
 
 def set_up() -> None:

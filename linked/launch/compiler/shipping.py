@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -63,13 +63,19 @@ def target_of(gpu: str) -> GPUTarget:
     return GPUTarget("cuda", int(gpu.removeprefix("sm_")), 32)
 
 
-def ship(noted: list[Build], device: torch.device, out: Path) -> None:
-    """Compile noted launches, and add them to a folder.
+def ship(
+    noted: list[Build],
+    device: torch.device,
+    out: Path,
+    say: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[int, int]:
+    """Compile noted launches, and add them to a folder; return how many, and how many it holds.
 
     Args:
         noted: the launches; those that the folder holds are not compiled again.
         device: a GPU, or meta: then the GPU that ``ATTN_COMMON_PLATFORM`` names.
         out: the folder, made where there is none.
+        say: called with the numbers of kernels compiled and to compile, after each.
 
     Raises:
         NotImplementedError: the GPU is not NVIDIA's.
@@ -87,7 +93,8 @@ def ship(noted: list[Build], device: torch.device, out: Path) -> None:
         ThreadPoolExecutor(min(WORKERS, cores())) as pool,
     ):
         built = pool.map(lambda x: x.launch.build(x.tensors, x.numbers, True), missing.values())
-        for (key, build), compiled in zip(missing.items(), built, strict=True):
+        pairs = zip(missing.items(), built, strict=True)
+        for done, ((key, build), compiled) in enumerate(pairs, 1):
             code = compiled.asm["cubin"]
             digest = hashlib.sha256(code).hexdigest()
             name = f"{compiled.metadata.name}-{digest[:16]}.cubin"
@@ -96,8 +103,10 @@ def ship(noted: list[Build], device: torch.device, out: Path) -> None:
             form = repr((kernel.path, *rest))
             entry = {"form": form, "code": name, "sha256": digest, **_needs_of(compiled)}
             folder.kernels[key] = entry
+            say(done, len(missing))
     held = {"format": FORMAT, "build": folder.build._asdict(), "kernels": folder.kernels}
     (out / MANIFEST).write_text(json.dumps(held, indent=1, sort_keys=True) + "\n")
+    return len(missing), len(folder.kernels)
 
 
 def _opened(out: Path, platform: Platform) -> Folder:
@@ -120,12 +129,16 @@ def _needs_of(compiled: Any) -> dict[str, Any]:
     scratch = asked.global_scratch_size + asked.profile_scratch_size
     if scratch or asked.num_ctas != 1 or asked.launch_cooperative_grid:
         raise NotImplementedError(f"{asked.name} cannot be shipped: it needs more than a launch")
+    parameters = list(_parameters(compiled.src.signature.values()))
+    header = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
     return {
         "symbol": asked.name,
         "shared": asked.shared,
         "threads": 32 * asked.num_warps,
         "early": bool(asked.launch_pdl),
-        "parameters": list(_parameters(compiled.src.signature.values())),
+        "parameters": parameters,
+        # pointers to scratch memory behind them
+        "scratch": header.count(".param") - len(parameters),
         "maps": [
             {
                 "swizzle": x["swizzle"],

@@ -14,6 +14,8 @@ import hashlib
 import json
 import logging
 import os
+import re
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -72,18 +74,17 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def version_of(distribution: str) -> str:
-    """Return the version of an installed distribution; empty if there is none."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
+def _triton() -> str:
+    """Return the version of Triton without importing it; empty where it is not installed."""
+    found = find_spec("triton")
+    text = Path(found.origin).read_text() if found and found.origin else ""
+    version = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.MULTILINE)
+    return version[1] if version else ""
 
 
 def this_build(gpu: str) -> Build:
     """Return what kernels would be built from here; without Triton, its version is empty."""
-    triton = version_of("triton") if find_spec("triton") else ""
-    return Build(PACKAGE, version_of(PACKAGE.replace("_", "-")), sources(), gpu, triton)
+    return Build(PACKAGE, sys.modules[PACKAGE].__version__, sources(), gpu, _triton())
 
 
 def hash_of(form: tuple[Any, ...]) -> str:
@@ -109,7 +110,13 @@ def read(path: Path) -> Folder:
 
 
 def candidates() -> Iterator[Path]:
-    """Yield the folders to look into, companion distributions first."""
+    """Yield the folders to look into, and theirs, companion distributions first."""
+    for path in _roots():
+        inner = sorted(path.glob(f"*/{MANIFEST}"))
+        yield from [x.parent for x in inner] or [path]
+
+
+def _roots() -> Iterator[Path]:
     for point in metadata.entry_points(group=GROUP):
         spec = find_spec(point.module) if point.name == PACKAGE else None
         if spec is not None and spec.submodule_search_locations:

@@ -19,6 +19,8 @@ UNASKED = 48 * 1024
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 # formats of ``struct``, by Triton's names of types
 FORMATS = {"pointer": "Q", "i32": "i", "i64": "q", "fp32": "f", "map": f"{MAP_BYTES}s"}
+# a pointer to scratch memory, which no kernel of ours takes; Triton adds them behind the others
+NULL = "8x"
 
 
 class Shipped:
@@ -42,7 +44,8 @@ class Shipped:
         # where a parameter's value comes from, and where it lies in the buffer
         places = [AHEAD + place for place, _ in entry["parameters"]]
         self._values = itemgetter(*places)
-        form, offsets = _packing([kind for _, kind in entry["parameters"]])
+        kinds = [FORMATS[kind] for _, kind in entry["parameters"]]
+        form, offsets = _packing([*kinds, *[NULL] * entry["scratch"]])
         self._pack = struct.Struct(form).pack_into
         self._held = ctypes.create_string_buffer(struct.calcsize(form) + MAP_ALIGNMENT)
         self._start = -ctypes.addressof(self._held) % MAP_ALIGNMENT
@@ -68,15 +71,14 @@ class Shipped:
             _checked((error,))
 
 
-def _packing(kinds: list[str]) -> tuple[str, list[int]]:
+def _packing(formats: list[str]) -> tuple[str, list[int]]:
     """Return the format of a kernel's parameters one after the other, and their offsets."""
     form, offsets = "<", []
-    for kind in kinds:
-        size = struct.calcsize("<" + FORMATS[kind])
-        gap = -struct.calcsize(form) % min(size, MAP_ALIGNMENT)
+    for one in formats:
+        gap = -struct.calcsize(form) % min(struct.calcsize("<" + one), MAP_ALIGNMENT)
         form += f"{gap}x" if gap else ""
         offsets.append(struct.calcsize(form))
-        form += FORMATS[kind]
+        form += one
     return form, offsets
 
 

@@ -1,4 +1,4 @@
-"""``python -m flash_attn_triton [check]``: versions, tiles, and a check of the kernels.
+"""``python -m flash_attn_triton [check | compile]``: versions, tiles, and a check of the kernels.
 
 On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
 Triton decides at import time whether to interpret.
@@ -21,7 +21,9 @@ from ._dense.hopper_tiles import (
     hopper_panel_tile,
     hopper_tile,
 )
+from ._dense.shipped import calls_of
 from ._dense.tiles import backward_dkdv_tile, backward_dq_tile, forward_tile
+from ._linked.host.models import MODELS
 from ._linked.host.selfcheck import check_gradients, print_versions, run_command, short_name
 from ._reference.reference import attention_reference, varlen_attention_reference
 
@@ -204,4 +206,4 @@ def _check(device: torch.device, seqlen_q: int, seqlen_k: int, head_dims: tuple[
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], describe, check))
+    sys.exit(run_command(sys.argv[1:], describe, check, (calls_of, MODELS)))

@@ -20,6 +20,7 @@ from ._linear.reference import (
     lightning_attention_reference,
     lightning_attention_varlen_reference,
 )
+from ._linear.shipped import MODELS, calls_of
 from ._linear.tiles import decode_tile, takes_hopper_walk, walk_tile
 from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
 
@@ -123,4 +124,4 @@ def _compare(
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], describe, check))
+    sys.exit(run_command(sys.argv[1:], describe, check, (calls_of, MODELS)))

@@ -14,8 +14,10 @@ from attn_common import Platform
 from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
+from ._linked.host.models import MODELS
 from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
 from ._paged.reference import paged_attention_reference
+from ._paged.shipped import calls_of
 from ._paged.tiles import HOPPER, long_tile, short_tile, short_tokens
 
 PAGE = 7
@@ -183,4 +185,4 @@ def _judge(name: str, got: Any, p: _Problem, rest: dict[str, Any], options: dict
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], describe, check))
+    sys.exit(run_command(sys.argv[1:], describe, check, (calls_of, MODELS)))

@@ -10,6 +10,7 @@ import torch
 from attn_common import fp8_info
 from torch import Tensor
 
+from .._linked.host.forms import noting
 from .._linked.launch import builds
 from .._linked.launch.entries import flat
 from .._linked.launch.kernels import Kernel
@@ -195,7 +196,7 @@ def _builds_of(
     shapes = Tensors(*map(_without_data, x))
     if form.options.dropout_p > 0.0:
         shapes = shapes._replace(rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
-    with builds.noting() as noted:
+    with noting() as noted:
         out, lse = plan_forward(form, x, out_dtype, invariant)(shapes)
         if backward:
             plan = plan_backward(form, x, out_dtype, deterministic)
