@@ -294,7 +294,7 @@ def test_every_folder_of_linked_has_a_place_and_serves_two_packages(root):
 def test_linked_files_import_known_libraries(root):
     """Nothing but the standard library and what every package that links them asks for."""
     known = sys.stdlib_module_names | {"attn_common", "numpy", "pytest", "torch", "triton"}
-    known |= {"matplotlib"}  # of the group bench
+    known |= {"cuda", "matplotlib"}  # of the extra kernels, and of the group bench
     for path in files(root / "linked", "*.py"):
         for level, module, _ in imports(parse(path.read_text())):
             assert level or module.partition(".")[0] in known, f"{path}: {module}"
