@@ -27,7 +27,7 @@ def test_both_passes_need_no_compiler(device, tmp_path):
     ]
     compile_kernels("flash_attn_triton", calls, tmp_path / "kernels")
     results, seconds = run_bare("flash_attn_triton", calls, tmp_path / "kernels", tmp_path)
-    assert seconds < 2
+    assert seconds < 10
     for got, (name, arguments, _) in zip(results, calls, strict=True):
         leaves = [arguments[x].requires_grad_() for x in "qkv"]
         out = getattr(flash_attn_triton, name)(**arguments)
