@@ -11,15 +11,15 @@ from torch import Tensor
 from ._dense import checks, ops
 from ._dense import options as dense_options
 from ._dense.call import Arguments, Checked, Given, Options, Tensors
+from ._dense.results import BEFORE, returns_parts
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, one_of
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
 
-Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
 
-
+@returns_parts(BEFORE[:10])
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -45,7 +45,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Softmax attention over sequences of one length, forward and backward.
 
     Tiles of the score matrix are computed, used and discarded (FlashAttention: Dao et al. 2022,
@@ -155,6 +155,7 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
+@returns_parts(BEFORE)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -186,7 +187,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Softmax attention over packed sequences of different lengths, forward and backward.
 
     The formula, and the arguments not listed here, are those of :func:`flash_attn_func`, with the

@@ -24,6 +24,7 @@ from ._dense import options as dense_options
 from ._dense.call import Arguments, Options, Tensors
 from ._linked.host.arguments import FLOAT_DTYPES, check_count, check_flag, kind
 from ._linked.host.internals import refuse_tangents
+from ._linked.host.results import returns_lse
 from ._linked.parallel.agreement import check_group
 from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
 from ._linked.parallel.groups import Where, group_named, where
@@ -37,6 +38,7 @@ from ._parallel.passes import Sharded
 __all__ = ["ShardPlan", "flash_attn_func", "flash_attn_varlen_func", "shard", "unshard"]
 
 
+@returns_lse
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -143,6 +145,7 @@ def flash_attn_func(
     return (out, lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)) if return_lse else out
 
 
+@returns_lse
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

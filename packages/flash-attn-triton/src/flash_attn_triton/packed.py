@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from ._dense.results import BEFORE, returns_parts
 from ._linked.host.arguments import ERRORS, check_tensor, renamed
-from .api import Result, flash_attn_func, flash_attn_varlen_func
+from .api import flash_attn_func, flash_attn_varlen_func
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,6 +70,7 @@ def _with_keywords_of(function: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
+@returns_parts(BEFORE[:8])
 @_with_keywords_of(flash_attn_func)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -81,7 +83,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **options: Unpack[Keywords],
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Call :func:`flash_attn_func` on queries, keys and values in one tensor.
 
     Args:
@@ -116,6 +118,7 @@ def flash_attn_qkvpacked_func(
         raise renamed(error, _QKV) from error
 
 
+@returns_parts(BEFORE[:9])
 @_with_keywords_of(flash_attn_func)
 def flash_attn_kvpacked_func(
     q: Tensor,
@@ -129,7 +132,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **options: Unpack[Keywords],
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Call :func:`flash_attn_func` on keys and values in one tensor.
 
     Args:
@@ -165,6 +168,7 @@ def flash_attn_kvpacked_func(
         raise renamed(error, _KV) from error
 
 
+@returns_parts(BEFORE[:10])
 @_with_keywords_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
@@ -179,7 +183,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **options: Unpack[VarlenKeywords],
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Call :func:`flash_attn_varlen_func` on queries, keys and values in one tensor.
 
     Args:
@@ -220,6 +224,7 @@ def flash_attn_varlen_qkvpacked_func(
         raise renamed(error, _VARLEN_QKV) from error
 
 
+@returns_parts(BEFORE[:13])
 @_with_keywords_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
@@ -237,7 +242,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **options: Unpack[VarlenKeywords],
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Call :func:`flash_attn_varlen_func` on keys and values in one tensor.
 
     Args:

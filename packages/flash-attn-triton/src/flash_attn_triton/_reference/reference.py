@@ -11,13 +11,13 @@ from torch import Tensor
 from .._dense.call import Arguments, Tensors
 from .._dense.checks import check_reference, check_values
 from .._dense.options import check_options, refuse_unknown
+from .._dense.results import BEFORE, returns_parts
 from .._linked.host.arguments import as_length
 from .fixed import dense_attention, round_output
 from .sequences import dropout_marked_probabilities, packed_attention
 
-Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
 
-
+@returns_parts(BEFORE[:10])
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -41,7 +41,7 @@ def attention_reference(
     return_lse: bool = False,
     rng_state: Tensor | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Compute what :func:`flash_attn_func` computes, in plain PyTorch.
 
     The arguments are those of :func:`flash_attn_func` without ``invariant``, ``s_aux`` and
@@ -80,6 +80,7 @@ def attention_reference(
     return _attend(Tensors(q, k, v, None, None, None, *extras), given)
 
 
+@returns_parts(BEFORE)
 def varlen_attention_reference(
     q: Tensor,
     k: Tensor,
@@ -108,7 +109,7 @@ def varlen_attention_reference(
     seqused_k: Tensor | None = None,
     rng_state: Tensor | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Compute what :func:`flash_attn_varlen_func` computes, one sequence after the other.
 
     The arguments are those of :func:`flash_attn_varlen_func`, with the same exceptions, dtypes,
@@ -139,7 +140,7 @@ def _attend(
     given: Arguments,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Check, resolve defaults, compute attention, and return what was asked for."""
     q, k, v, *_ = x
     is_fixed = x.cu_seqlens_q is None or x.cu_seqlens_k is None

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._linked.host.arguments import as_int32, check_flag, check_scale, check_softcap, check_tensor
+from .._linked.host.results import returns_lse
 from . import checks, ops
 from .call import TreeCall
 
 
+@returns_lse
 def flash_attn_tree_func(
     q: Tensor,
     k: Tensor,

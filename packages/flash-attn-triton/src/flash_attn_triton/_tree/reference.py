@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._linked.host.results import returns_lse
 from .._reference.reference import varlen_attention_reference
 from .checks import check_tree, check_tree_reference, check_tree_values
 
 
+@returns_lse
 def tree_attention_reference(
     q: Tensor,
     k: Tensor,
