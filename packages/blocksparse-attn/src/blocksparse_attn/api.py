@@ -14,11 +14,11 @@ from ._layout.kept_lists import stream_of
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, check_flag
 from ._linked.host.forms import form_of
+from ._linked.host.results import returns_lse
 from .layout import BlockSparseLayout
 
-Result = Tensor | tuple[Tensor, Tensor]
 
-
+@returns_lse
 def blocksparse_attn_func(
     q: Tensor,
     k: Tensor,
@@ -32,7 +32,7 @@ def blocksparse_attn_func(
     align: str = "bottom-right",
     deterministic: bool = False,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the kept blocks of a layout, forward and backward.
 
     Query i stands at the position ``i' = i + seqlen_k - seqlen_q``. It sees key j iff the layout
@@ -102,6 +102,7 @@ def blocksparse_attn_func(
     return (out, lse) if return_lse else out
 
 
+@returns_lse
 def blocksparse_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -120,7 +121,7 @@ def blocksparse_attn_varlen_func(
     align: str = "bottom-right",
     deterministic: bool = False,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Block-sparse attention over packed sequences: prefill, chunks and decode in one batch.
 
     The formula, and the arguments that are not listed here, are those of

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from ._linear import checks, ops
 from ._linear.call import CachedTensors, Checked, CheckedStep, Options, StepTensors, Tensors
+from ._linear.results import returns_state
 from ._linked.host.arguments import as_int32, check_tensor
 from ._linked.host.forms import Memory, form_of
+from ._linked.host.results import refuses_unknown
 
 _forward: Memory[Checked] = Memory()
 _packed: Memory[Checked] = Memory()
 _decode: Memory[CheckedStep] = Memory()
 
 
+@returns_state
 def lightning_attn_func(
     q: Tensor,
     k: Tensor,
@@ -90,6 +93,7 @@ def lightning_attn_func(
     return out, state if output_final_state else None
 
 
+@returns_state
 def lightning_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -184,6 +188,7 @@ def lightning_attn_varlen_func(
     return out, _states_of(state_cache, state_indices, cu_seqlens.shape[0] - 1)
 
 
+@refuses_unknown
 def lightning_attn_decode(
     q: Tensor,
     k: Tensor,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ._linear import checks
 from ._linear.call import Options, Tensors
+from ._linear.results import returns_state
 from ._linked.host.arguments import check_count, check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 
+@returns_state
 def lightning_attn_func(
     q: Tensor,
     k: Tensor,
@@ -128,6 +130,7 @@ def lightning_attn_func(
     return out.view(*q.shape[:2], *out.shape[1:]), state
 
 
+@returns_state
 def lightning_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ._linear.results import returns_state
 from ._linked.host.arguments import ERRORS, check_device, check_tensor, refuse_unknown, renamed
 from .api import lightning_attn_func, lightning_attn_varlen_func
 
@@ -25,6 +26,7 @@ _ELSEWHERE = {
 }
 
 
+@returns_state
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,

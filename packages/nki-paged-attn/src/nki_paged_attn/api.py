@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, ParamSpec, Protocol, overload
 
 import numpy as np
 
@@ -27,7 +28,26 @@ from ._paged.forms import Buckets, check_buckets
 from ._paged.launch import launch_form
 from .sim.arrays import check_no_gradient, is_tensor, like, to_array
 
+P = ParamSpec("P")
 
+
+class _WithLse(Protocol):
+    """What ``return_lse`` adds to a result."""
+
+    @overload
+    def __call__(self, *args: Any, return_lse: Literal[False] = False, **kwargs: Any) -> Any: ...
+    @overload
+    def __call__(self, *args: Any, return_lse: Literal[True], **kwargs: Any) -> tuple[Any, Any]: ...
+    @overload
+    def __call__(self, *args: Any, return_lse: bool, **kwargs: Any) -> Any | tuple[Any, Any]: ...
+
+
+def _returns_lse(function: Callable[P, object]) -> Callable[P, NoReturn] | _WithLse:
+    """Type the result; a type checker holds each call to both members of the union."""
+    return function  # type: ignore[return-value]
+
+
+@_returns_lse
 def paged_attention(
     q: Any,
     k: Any,

@@ -11,6 +11,7 @@ from ._cache.scales import check_scale_caches
 from ._linked.host.arguments import as_int32, as_length, check_tensor
 from ._linked.host.forms import Memory, form_of
 from ._linked.host.operators import check_written
+from ._linked.host.results import returns_lse
 from ._paged import checks as paged_checks
 from ._paged import ops
 from ._paged import options as paged_options
@@ -19,9 +20,8 @@ from ._paged.call import Checked, Tensors, WritePlan, WriteTensors
 _known: Memory[Checked] = Memory()
 _writes: Memory[WritePlan] = Memory()
 
-Result = Tensor | tuple[Tensor, Tensor]
 
-
+@returns_lse
 def paged_attn_func(
     q: Tensor,
     k_cache: Tensor,
@@ -53,7 +53,7 @@ def paged_attn_func(
     v_scale_cache: Tensor | None = None,
     invariant: bool = False,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of packed queries over keys and values in the pages of a cache.
 
     Key j of sequence b is in page ``block_table[b, j // block_size]``, slot ``j % block_size``

@@ -9,13 +9,14 @@ from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._cache.scales import check_scale_caches
 from ._linked.host.arguments import as_int32, as_length, is_symbol
+from ._linked.host.results import returns_lse
 from ._paged import checks as paged_checks
 from ._paged import ops, tensor_checks
 from ._paged import options as paged_options
 from ._paged.call import Tensors
-from .api import Result
 
 
+@returns_lse
 def shared_prefix_attn_func(
     q: Tensor,
     k_cache: Tensor,
@@ -47,7 +48,7 @@ def shared_prefix_attn_func(
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend as :func:`paged_attn_func` does, where all sequences begin with the same keys.
 
     The shared keys are read once for the queries of all sequences, each sequence's own keys for its

@@ -11,13 +11,14 @@ from ._cache import checks as cache_checks
 from ._cache.layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, as_length, check_tensor, is_symbol
 from ._linked.host.forms import ACCESS_BYTES
+from ._linked.host.results import returns_lse
 from ._paged import checks as paged_checks
 from ._paged import ops
 from ._paged import options as paged_options
 from ._paged.call import Options, Tensors
-from .api import Result
 
 
+@returns_lse
 def paged_attn_func(
     q: Tensor,
     k_cache: Tensor,
@@ -41,7 +42,7 @@ def paged_attn_func(
     return_lse: bool = False,
     group: dist.ProcessGroup | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend as :func:`prefix_prefill.paged_attn_func` does to keys that are spread over ranks.
 
     Rank r of n holds the keys whose position p has ``p % n == r``. Key p of a sequence is in page

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._linked.host.arguments import as_length
+from .._linked.host.results import returns_lse
 from ..layout import BlockSparseLayout
 from .call import Bounds, Options, Tensors
 from .checks import (
@@ -24,9 +25,8 @@ from .checks import (
     check_values,
 )
 
-Result = Tensor | tuple[Tensor, Tensor]
 
-
+@returns_lse
 def blocksparse_attention_reference(
     q: Tensor,
     k: Tensor,
@@ -38,7 +38,7 @@ def blocksparse_attention_reference(
     num_splits: int = 0,
     return_lse: bool = False,
     align: str = "bottom-right",
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what :func:`blocksparse_attn_func` computes, in eager PyTorch.
 
     The arguments are those of :func:`blocksparse_attn_func`, but ``q``, ``k`` and ``v`` may have
@@ -60,6 +60,7 @@ def blocksparse_attention_reference(
     return (out, lse) if return_lse else out
 
 
+@returns_lse
 def blocksparse_varlen_attention_reference(
     q: Tensor,
     k: Tensor,
@@ -76,7 +77,7 @@ def blocksparse_varlen_attention_reference(
     return_lse: bool = False,
     block_table: Tensor | None = None,
     align: str = "bottom-right",
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what :func:`blocksparse_attn_varlen_func` computes, in a loop over the sequences.
 
     The arguments are those of :func:`blocksparse_attn_varlen_func`; dtypes and results are as in

@@ -13,9 +13,11 @@ from .._linked.host.internals import is_watched
 from .._linked.host.operators import check_written
 from .call import CachedTensors, StepTensors
 from .checks import check_reference
+from .results import returns_state
 from .validate import validate_decay, validate_slots, validate_varlen
 
 
+@returns_state
 def lightning_attention_reference(
     q: Tensor,
     k: Tensor,
@@ -68,6 +70,7 @@ def lightning_attention_reference(
     return o.to(q.dtype), state if output_final_state else None
 
 
+@returns_state
 def lightning_attention_varlen_reference(
     q: Tensor,
     k: Tensor,

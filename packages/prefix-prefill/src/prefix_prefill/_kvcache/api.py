@@ -14,6 +14,7 @@ from .._paged import ops
 from .._paged import options as paged_options
 from .._paged.call import AppendOptions, AppendPlan, AppendTensors, RowOptions, RowPlan, RowTensors
 from . import checks as kvcache_checks
+from .results import returns_softmax_lse
 
 
 class _Known(NamedTuple):
@@ -27,6 +28,7 @@ class _Known(NamedTuple):
 _known: Memory[_Known] = Memory()
 
 
+@returns_softmax_lse
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

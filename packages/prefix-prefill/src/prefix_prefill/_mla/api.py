@@ -11,6 +11,7 @@ from torch import Tensor
 from .._linked.host.arguments import as_int32, as_length, check_tensor
 from .._linked.host.forms import Memory, form_of
 from .._linked.host.operators import check_written
+from .._linked.host.results import returns_lse
 from .._paged.checks import check_no_gradients, check_table
 from . import ops
 from .call import MlaChecked, MlaTensors, MlaWritePlan, MlaWriteTensors
@@ -27,6 +28,7 @@ _known: Memory[MlaChecked] = Memory()
 _writes: Memory[MlaWritePlan] = Memory()
 
 
+@returns_lse
 def mla_attn_func(
     q: Tensor,
     kv_cache: Tensor,

@@ -13,12 +13,14 @@ from torch import Tensor
 from .._cache.layout import gather_pages
 from .._linked.host.arguments import as_int32, as_length, check_no_gradient, check_tensor
 from .._linked.host.overlap import check_no_overlap
+from .._linked.host.results import returns_lse
 from .._paged.checks import check_table
 from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
 from .call import MlaOptions, MlaTensors
 from .checks import check_mla_options, check_mla_values, check_shapes, stored
 
 
+@returns_lse
 def mla_attention_reference(
     q: Tensor,
     kv_cache: Tensor,

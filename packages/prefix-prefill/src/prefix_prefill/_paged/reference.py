@@ -17,12 +17,14 @@ from .._cache.layout import gather_pages, head_dim_of_values, is_packed
 from .._cache.scales import check_scale_caches
 from .._linked.host.arguments import MAX_WINDOW, as_length, check_no_gradient
 from .._linked.host.overlap import check_no_overlap
+from .._linked.host.results import returns_lse
 from .call import Call, Options, Tensors
 from .checks import check_reference, check_tree
 from .options import check_options
 from .values import check_values
 
 
+@returns_lse
 def paged_attention_reference(
     q: Tensor,
     k_cache: Tensor,

@@ -258,7 +258,7 @@ def attention_forward(
     )
     if has_new:
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
-    return out[None], None  # type: ignore[call-overload]
+    return out[None], None
 
 
 def _window(ring: int, sliding_window: int | None) -> tuple[int, int]:
