@@ -188,9 +188,17 @@ class Driver(types.ModuleType):
 
     def __init__(self):
         super().__init__("driver")
-        self.launched, self.sizes = [], []
+        self.launched, self.sizes, self.contexts = [], [], [5]
+        self.CUresult = types.SimpleNamespace(CUDA_ERROR_INVALID_CONTEXT=201)
         self.CUfunction_attribute = self.CUlaunchAttributeID = mock.MagicMock()
         self.CUlaunchConfig = self.CUlaunchAttribute = mock.MagicMock
+
+    def cuCtxGetCurrent(self):
+        return 0, self.contexts[-1]
+
+    def cuCtxSetCurrent(self, context):
+        self.contexts.append(context)
+        return (0,)
 
     def cuModuleLoadData(self, code):
         return 0, code
@@ -202,6 +210,8 @@ class Driver(types.ModuleType):
         return (0,)
 
     def cuLaunchKernel(self, function, *numbers):
+        if not self.contexts[-1]:
+            return (201,)
         *numbers, _stream, where, _ = numbers
         addresses = (ctypes.c_void_p * len(self.sizes)).from_address(where)
         raw = [ctypes.string_at(a, n) for a, n in zip(addresses, self.sizes, strict=True)]
@@ -244,6 +254,17 @@ def test_a_launch_packs_what_the_kernel_takes(name, driver):
         assert raw == [*want, bytes(8), bytes(8)]
         assert addresses[2] % 64 == 0
         assert all(a % n == 0 for a, n in zip(addresses, (8, 4, 64, 4, 8, 4, 8, 8), strict=True))
+
+
+def test_a_thread_that_has_not_used_the_gpu_launches(driver):
+    kernel = module("flash_attn_triton", "shipped.kernel")
+    entry = {"symbol": "k", "shared": 0, "threads": 128, "early": False, "maps": [], "scratch": 0}
+    one = kernel.Shipped(b"", entry | {"parameters": [(0, "i32"), (1, "i32")]})
+    driver.sizes = [4, 4]
+    driver.contexts.append(None)
+    one.run(9, 1, 1, 77, one.function, None, None, None, None, 3, 4)
+    assert len(driver.launched) == 1
+    assert driver.contexts == [5, None, 5]
 
 
 def test_a_file_that_was_altered_is_refused(shipped, driver, tmp_path):

@@ -12,8 +12,8 @@ from typing import Any
 
 from cuda.bindings import driver
 
-# values ahead of the kernel's arguments that a launch ignores
-AHEAD = 4
+# values between the stream and the kernel's arguments, which a launch ignores
+AHEAD = 5
 # bytes of shared memory that a launch gets unasked
 UNASKED = 48 * 1024
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
@@ -26,14 +26,15 @@ NULL = "8x"
 class Shipped:
     """A kernel of a folder, loaded on one device.
 
-    ``run`` takes what Triton's launchers take: a grid, a stream, six values of a compiled kernel
-    that are ignored here, and the kernel's arguments, tensor maps written out.
+    ``run`` takes what Triton's launchers take: a grid, a stream, values that are ignored here, and
+    the kernel's arguments, tensor maps written out.
     """
 
     is_shipped = True
     packed_metadata = None
 
     def __init__(self, code: bytes, entry: dict[str, Any]) -> None:
+        self._context = _checked(driver.cuCtxGetCurrent())
         module = _checked(driver.cuModuleLoadData(code))
         self.function = _checked(driver.cuModuleGetFunction(module, entry["symbol"].encode()))
         self.maps: list[dict[str, Any]] = entry["maps"]
@@ -56,19 +57,27 @@ class Shipped:
         self._lock = threading.Lock()
         self._config = _early(self._shared, self._threads) if entry["early"] else None
 
-    def run(self, grid: int, _y: int, _z: int, stream: int, function: Any, *rest: Any) -> None:
+    def run(self, grid: int, _y: int, _z: int, stream: int, *rest: Any) -> None:
         """Launch on the current device."""
         with self._lock:
             self._pack(self._held, self._start, *self._values(rest))
-            if self._config is None:
-                (error,) = driver.cuLaunchKernel(
-                    function, grid, 1, 1, self._threads, 1, 1, self._shared, stream, self._where, 0
-                )
-            else:
-                self._config.gridDimX, self._config.hStream = grid, stream
-                (error,) = driver.cuLaunchKernelEx(self._config, function, self._where, 0)
-        if error:
-            _checked((error,))
+            answer = self._launch(grid, stream)
+            if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+                # a thread that has not used the GPU
+                _checked(driver.cuCtxSetCurrent(self._context))
+                answer = self._launch(grid, stream)
+        if answer[0]:
+            _checked(answer)
+
+    def _launch(self, grid: int, stream: int) -> tuple[Any]:
+        if self._config is None:
+            answer: tuple[Any] = driver.cuLaunchKernel(
+                self.function, grid, 1, 1, self._threads, 1, 1, self._shared, stream, self._where, 0
+            )
+            return answer
+        self._config.gridDimX, self._config.hStream = grid, stream
+        answer = driver.cuLaunchKernelEx(self._config, self.function, self._where, 0)
+        return answer
 
 
 def _packing(formats: list[str]) -> tuple[str, list[int]]:
