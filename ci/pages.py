@@ -49,15 +49,21 @@ OF_A_PACKAGE = {
 
 
 def reference(package: str) -> str:
-    """Return the page of a package's docstrings: of what it exports, without importing it."""
+    """Return the page of a package's docstrings: of what it exports, without importing it.
+
+    What the package's README names comes first, in its order.
+    """
     name = package.replace("-", "_")
     init = ROOT / "packages" / package / "src" / name / "__init__.py"
+    readme = (ROOT / "packages" / package / "README.md").read_text()
     values = {
         ast.unparse(node.targets[0]): node.value
         for node in ast.parse(init.read_text()).body
         if isinstance(node, ast.Assign)
     }
     exports = sorted(ast.literal_eval(values["__all__"]), key=str.lower)
+    places = {export: re.search(rf"\b{export}\b", readme) for export in exports}
+    exports.sort(key=lambda x: place.start() if (place := places[x]) else len(readme))
     lines = [f"::: {name}.{export}\n" for export in exports if not export.startswith("__")]
     return "\n".join(["# Reference\n", f"What `{name}` exports, from its docstrings.\n", *lines])
 
@@ -108,10 +114,20 @@ def stage(repository: str) -> set[Path]:
         to = STAGE / "docs" / path
         to.parent.mkdir(parents=True, exist_ok=True)
         if path in texts:
-            to.write_text(texts[path])
+            to.write_text(heading(path) + texts[path])
         else:
             shutil.copy2(ROOT / path, to)
     return {path for path in texts if path.suffix == ".md"}
+
+
+def heading(path: Path) -> str:
+    """Return what titles a package's page in the browser and in search: its name goes first."""
+    parts = path.parts
+    if path.suffix != ".md" or parts[0] != "packages" or parts[2:] == ("README.md",):
+        return ""
+    inner = Path(*parts[2:]).as_posix()
+    word = OF_A_PACKAGE.get(inner) or path.stem.replace("-", " ").lower()
+    return f'---\ntitle: "{parts[1]}: {word}"\n---\n'
 
 
 def title(path: str) -> str:
