@@ -3,11 +3,11 @@
     python ci/soak.py --seconds 480 --repeats 10000 --json soak.json       # on a GPU
     python ci/soak.py --device cpu --seconds 20 --repeats 50
 
-The server is prefix-prefill's examples/serve.py, on a port of this machine; it needs httpx, uvicorn
-and starlette. Clients draw prompts, some stream, and some of those go away. Every answer is
-compared with the model without a cache; where the two best tokens are closer than fp32 tells apart,
-an answer counts as a tie. Then calls that are to repeat bit for bit do so. Memory is compared with
-that after the first tenth of the time.
+The server is prefix-prefill's examples/serve.py, on a port of this machine; it needs httpx,
+pydantic, uvicorn and starlette. Clients draw prompts, some stream, and some of those go away. Every
+answer is compared with the model without a cache; where the two best tokens are closer than fp32
+tells apart, an answer counts as a tie. Then calls that are to repeat bit for bit do so. Memory is
+compared with that after the first tenth of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ GROWTH = 64 * 2**20
 class Load:
     """Random requests, the answers they ought to have, and what came of them."""
 
-    def __init__(self, engine: ModuleType, model: Any, device: str, seed: int) -> None:
+    def __init__(self, serve: ModuleType, model: Any, device: str, seed: int) -> None:
+        engine, self.letters = serve.engine, serve.Letters()
         self.torch = importlib.import_module("torch")
         self.model, self.device, self.seed = model, device, seed
         draw = random.Random(seed)
@@ -65,7 +66,9 @@ class Load:
         with self.lock:
             self.counts.update(what)
 
-    def check(self, number: int, answer: list[int]) -> None:
+    def check(self, number: int, text: str, reason: str | None) -> None:
+        ended = self.letters.ends if reason == "stop" else ()
+        answer = [*self.letters.encode(text), *ended]
         is_right = answer == self.expected[number]
         is_tie = not is_right and self._is_tie(number, answer)
         self.count(requests=1, ties=is_tie, wrong=not is_right and not is_tie)
@@ -94,19 +97,25 @@ class Load:
         number = draw.randrange(PROMPTS)
         prompt, most = self.asked[number]
         stream, leave = draw.random() < 0.5, draw.random() < 0.1
-        body = {"prompt": prompt, "max_tokens": most, "stream": stream}
-        with http.stream("POST", "/generate", json=body) as response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": most, "temperature": 0}
+        with http.stream("POST", "/v1/completions", json={**body, "stream": stream}) as response:
             response.raise_for_status()
             if not stream:
-                self.check(number, json.loads(response.read())["tokens"])
+                self.check(number, *self.said(json.loads(response.read())))
                 return
+            text, reason = "", None
             for line in response.iter_lines():
                 if leave:
                     self.count(left=1)
                     return
-                told = json.loads(line.removeprefix("data: ") or "{}")
-                if "tokens" in told:
-                    self.check(number, told["tokens"])
+                if line and line != "data: [DONE]":
+                    piece, reason = self.said(json.loads(line.removeprefix("data: ")))
+                    text += piece
+            self.check(number, text, reason)
+
+    def said(self, told: dict[str, Any]) -> tuple[str, str | None]:
+        choice = told["choices"][0]
+        return choice["text"], choice["finish_reason"]
 
     def client(self, url: str, end: float, number: int) -> None:
         """Ask one request after the other until the time is up."""
@@ -121,18 +130,11 @@ class Load:
 
 
 def move(engine: Any, device: str) -> None:
-    """Bring an engine to a device, and have its steps make their tensors there."""
-    torch = importlib.import_module("torch")
-    model, step = engine.model, engine.step
+    """Bring an engine to a device; its server makes the tensors of a step where the caches are."""
+    model = engine.model
     model.embedding, model.head = model.embedding.to(device), model.head.to(device)
     model.layers = [{n: x.to(device) for n, x in layer.items()} for layer in model.layers]
     engine.caches = engine.caches.to(device)
-
-    def on_device() -> Any:
-        with torch.no_grad(), torch.device(device):
-            return step()
-
-    engine.step = on_device
 
 
 def memory(device: str) -> dict[str, int]:
@@ -204,10 +206,11 @@ def main() -> None:
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)  # tensors are small
     sys.path.insert(0, str(EXAMPLES))
-    app = importlib.import_module("serve").make_app(PAGES)
+    server = importlib.import_module("serve")
+    app = server.make_app(PAGES)
     engine = app.state.batcher.engine
     move(engine, given.device)
-    requests = Load(importlib.import_module("engine"), engine.model, given.device, given.seed)
+    requests = Load(server, engine.model, given.device, given.seed)
     began = time.monotonic()
     before: dict[str, int] = {}
     watching = threading.Timer(given.seconds / 10, lambda: before.update(memory(given.device)))

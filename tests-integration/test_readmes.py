@@ -31,13 +31,15 @@ def blocks(path):
 
 # its code is for several processes
 PARALLEL = ROOT / "packages" / "flash-attn-triton" / "docs" / "context-parallelism.md"
+# its code asks a server, which the package's tests start
+SERVING = ROOT / "packages" / "prefix-prefill" / "docs" / "serving.md"
 # its code loads what `nox -s hub` wrote
 RELEASING = ROOT / "docs" / "releasing.md"
 DOCUMENTS = [
     path
     for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "packages/*/*.md", "packages/*/docs/*.md")
     for path in sorted(ROOT.glob(pattern))
-    if blocks(path) and path != PARALLEL
+    if blocks(path) and path not in (PARALLEL, SERVING)
 ]
 # a merge runs the first; the rest have a session of their own
 CASES = [

@@ -7,7 +7,7 @@ The model is a Llama-style decoder with random weights, so its answers mean noth
 answers with and without a cache, token for token, show that pages, masks and positions are right.
 As in real engines, chunks of prompts share steps with decoding sequences, sequences that end give
 their pages back, and prompts with a common prefix share its pages. If no sequence gets a page, the
-youngest one gives up its pages and starts again later. ``serve.py`` is an HTTP server for it.
+youngest one gives up its pages and starts again later. ``serve.py`` serves it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from prefix_prefill import paged_attn_func, reshape_and_cache, shared_prefix_attn_func
@@ -31,11 +32,16 @@ PAGES = 26  # too few for all requests at once
 TOKENS_PER_STEP = 24
 SEQUENCES_PER_STEP = 6
 
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# a layer's number, q, k and v, and what paged_attn_func takes by name, such as a window
+Attention = Callable[..., Tensor]
 
 
 class Decoder:
     """RMSNorm, rotary positions, grouped queries, SwiGLU; random weights."""
+
+    # what a cache for it has: layers, heads and their dimension
+    cache_shape = LAYERS, HEADS_K, HEAD_DIM
+    dtype, device = torch.float32, "cpu"
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -78,6 +84,11 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+def greedy(logits: Tensor) -> int:
+    """Return the likeliest token."""
+    return int(logits.argmax())
+
+
 def without_cache(model: Decoder, prompt: list[int], most: int) -> list[int]:
     """Generate greedily without a cache: every token recomputes the whole sequence."""
 
@@ -95,11 +106,16 @@ def without_cache(model: Decoder, prompt: list[int], most: int) -> list[int]:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence: its tokens so far, how many of them are in the cache, and its pages."""
+    """One sequence: its tokens so far, how many of them are in the cache, and its pages.
+
+    ``pick`` chooses a token by its logits; one of ``ends`` ends the answer.
+    """
 
     name: str
     prompt: list[int]
     most: int
+    pick: Callable[[Tensor], int] = greedy
+    ends: frozenset[int] = frozenset({END})
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     pages: list[int] = field(default_factory=list)
@@ -113,17 +129,26 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        return bool(self.answer) and (self.answer[-1] == END or len(self.answer) == self.most)
+        return bool(self.answer) and (self.answer[-1] in self.ends or len(self.answer) == self.most)
 
 
 class Engine:
     """A pool of pages, a queue of requests, and steps that serve several of them at once."""
 
     def __init__(
-        self, model: Decoder, log: Callable[[str], None] = lambda _: None, pages: int = PAGES
+        self,
+        model: Decoder,
+        log: Callable[[str], None] = lambda _: None,
+        pages: int = PAGES,
+        page: int = PAGE,
+        tokens: int = TOKENS_PER_STEP,
+        sequences: int = SEQUENCES_PER_STEP,
     ) -> None:
         self.model, self.log, self.pages = model, log, pages
-        self.caches = torch.full((LAYERS, 2, pages, PAGE, HEADS_K, HEAD_DIM), float("nan"))
+        self.page, self.tokens_per_step, self.sequences_per_step = page, tokens, sequences
+        layers, heads, head_dim = model.cache_shape
+        shape = layers, 2, pages, page, heads, head_dim
+        self.caches = torch.full(shape, float("nan"), dtype=model.dtype, device=model.device)
         self.free = list(range(pages))
         self.users = [0] * pages
         self.waiting: list[Request] = []
@@ -136,7 +161,7 @@ class Engine:
     def fits(self, request: Request) -> bool:
         """Return whether the cache could hold a request alone."""
         # the last token of an answer is never written
-        return len(request.prompt) + request.most - 1 <= self.pages * PAGE
+        return len(request.prompt) + request.most - 1 <= self.pages * self.page
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -161,7 +186,7 @@ class Engine:
 
     def take(self, request: Request, tokens: int) -> bool:
         """Give a request pages for its first ``tokens`` tokens; False if too few are free."""
-        wanted = -(-tokens // PAGE) - len(request.pages)
+        wanted = -(-tokens // self.page) - len(request.pages)
         if wanted > len(self.free):
             return False
         for _ in range(wanted):
@@ -174,14 +199,14 @@ class Engine:
 
     def admit(self, request: Request) -> None:
         """Let a request share the pages of its prefix, if another sequence holds them."""
-        full = (len(request.prompt) - 1) // PAGE
+        full = (len(request.prompt) - 1) // self.page
         for count in range(1, full + 1):
-            page = self.known.get(tuple(request.prompt[: count * PAGE]))
+            page = self.known.get(tuple(request.prompt[: count * self.page]))
             if page is None:
                 break
             self.users[page] += 1
             request.pages.append(page)
-            request.cached = count * PAGE
+            request.cached = count * self.page
 
     def release(self, request: Request) -> None:
         for page in request.pages:
@@ -195,8 +220,8 @@ class Engine:
 
     def plan(self) -> list[tuple[Request, int]]:
         """Choose requests and their numbers of tokens: decoding ones first, then prompts."""
-        budget, chosen = TOKENS_PER_STEP, []
-        while self.waiting and len(self.running) < SEQUENCES_PER_STEP and self.free:
+        budget, chosen = self.tokens_per_step, []
+        while self.waiting and len(self.running) < self.sequences_per_step and self.free:
             request = self.waiting.pop(0)
             self.admit(request)
             self.running.append(request)
@@ -222,7 +247,8 @@ class Engine:
             for position in range(request.cached, request.cached + count):
                 tokens.append(request.tokens[position])
                 positions.append(position)
-                slots.append(request.pages[position // PAGE] * PAGE + position % PAGE)
+                number, place = divmod(position, self.page)
+                slots.append(request.pages[number] * self.page + place)
         counts = [count for _, count in chosen]
         lengths = [request.cached + count for request, count in chosen]
         attend = self.attention(chosen, counts, lengths, torch.tensor(slots))
@@ -231,14 +257,13 @@ class Engine:
         self.trace(chosen)
         answered = []
         for (request, count), end in zip(chosen, torch.tensor(counts).cumsum(0), strict=True):
+            known = request.cached // self.page
             request.cached += count
-            for full in range(1, len(request.prompt) // PAGE + 1):
-                if full * PAGE <= request.cached:
-                    self.known.setdefault(
-                        tuple(request.prompt[: full * PAGE]), request.pages[full - 1]
-                    )
+            for full in range(known, min(request.cached, len(request.prompt)) // self.page):
+                prefix = tuple(request.prompt[: (full + 1) * self.page])
+                self.known.setdefault(prefix, request.pages[full])
             if request.cached == len(request.tokens):
-                request.tokens.append(int(logits[end - 1].argmax()))
+                request.tokens.append(request.pick(logits[end - 1]))
                 answered.append(request)
                 if request.is_done:
                     self.release(request)
@@ -260,34 +285,33 @@ class Engine:
         table = torch.tensor(rows, dtype=torch.int32)
         self.shared_steps += bool(shared)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             k_cache, v_cache = self.caches[layer]
             reshape_and_cache(k, v, k_cache, v_cache, slots)
             if not shared:
                 seqlens = torch.tensor(lengths, dtype=torch.int32)
-                out = paged_attn_func(
-                    q, k_cache, v_cache, table, starts, seqlens, max(counts), max(lengths)
-                )
+                most = max(counts), max(lengths)
+                out = paged_attn_func(q, k_cache, v_cache, table, starts, seqlens, *most, **options)
             else:
-                own = [length - len(shared) * PAGE for length in lengths]
+                own = [length - len(shared) * self.page for length in lengths]
                 out = shared_prefix_attn_func(
                     q,
                     k_cache,
                     v_cache,
                     torch.tensor(shared),
-                    len(shared) * PAGE,
+                    len(shared) * self.page,
                     table[:, len(shared) :],
                     starts,
                     torch.tensor(own, dtype=torch.int32),
                     max(counts),
                     max(own),
+                    **options,
                 )
             return out
 
         return attend
 
-    @staticmethod
-    def common_pages(requests: list[Request]) -> list[int]:
+    def common_pages(self, requests: list[Request]) -> list[int]:
         """Return the full pages with which all requests begin, if there are several requests."""
         if len(requests) < 2:
             return []
@@ -296,7 +320,7 @@ class Engine:
             if len(set(pages)) > 1:
                 break
             common.append(pages[0])
-        full = min(request.cached for request in requests) // PAGE
+        full = min(request.cached for request in requests) // self.page
         return common[:full]
 
     def trace(self, chosen: list[tuple[Request, int]]) -> None:

@@ -1,0 +1,1 @@
+"""What ``serve.py`` consists of: OpenAI's forms, text of tokens, and models of transformers."""
