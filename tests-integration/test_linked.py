@@ -256,6 +256,23 @@ def test_launches_do_without_triton_until_they_compile(name, python):
     assert told.startswith(wanted)
 
 
+# the command of a package where neither Triton nor a GPU is
+CHECKS = """
+import os, runpy, sys
+sys.modules["triton"] = None
+sys.argv[1:] = []
+runpy.run_module(os.environ["PACKAGE"], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_self_check_does_without_triton(name, python):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    told = python(CHECKS, env=environment | {"PACKAGE": name, "CUDA_VISIBLE_DEVICES": ""})
+    assert "neither a GPU nor Triton" in told
+    assert told.splitlines()[-1].endswith("of the error budget, ok")
+
+
 class Compiled:
     """Replaces a compiled kernel: keeps what it is launched with."""
 

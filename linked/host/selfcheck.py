@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -144,6 +145,9 @@ def run_command(
         print("checking the kernels on this GPU")
         return int(not check(torch.device("cuda")))
     if interpreted():
+        return int(not check(torch.device("cpu")))
+    if find_spec("triton") is None:
+        print("neither a GPU nor Triton: checking what runs without them, in PyTorch", flush=True)
         return int(not check(torch.device("cpu")))
     print("no GPU: checking the kernels in Triton's interpreter", flush=True)
     command = [sys.executable, "-m", package, "check", CHILD]
