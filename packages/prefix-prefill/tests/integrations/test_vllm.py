@@ -278,6 +278,8 @@ def test_what_is_not_served_is_refused(backend):
         ((64, torch.float32, "auto", (7, 5)), "compute capability 8.0"),
         ((64, torch.bfloat16, "fp8_e5m2", (8, 6)), "capability 8.9"),
         ((64, torch.float32, "fp8", (9, 0)), "fp16 or bf16"),
+        ((64, torch.bfloat16, "auto", None), None),
+        ((64, torch.bfloat16, "fp8", None), None),
     ],
 )
 def test_what_vllm_asks(backend, asked, reason):
@@ -289,6 +291,28 @@ def test_what_vllm_asks(backend, asked, reason):
     assert [d for d in range(4, 300, 4) if backend.supports_head_size(d)] == list(range(8, 257, 8))
     assert dtype in backend.supported_dtypes
     assert cache in backend.supported_kv_cache_dtypes
+
+
+@pytest.mark.parametrize(
+    ("arch", "cache", "reason"),
+    [
+        ("gfx90a", "auto", None),
+        ("gfx90a", "fp8", "got amd:gfx90a"),
+        ("gfx942", "fp8", None),
+        ("gfx1201", "fp8_e5m2", None),
+    ],
+)
+def test_amd_gpus_are_asked_by_their_name(backend, arch, cache, reason, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", f"amd:{arch}")
+    detect.cache_clear()
+    try:
+        said = backend.supports_combination(
+            64, torch.bfloat16, cache, 16, False, False, False, False, (9, 0)
+        )
+    finally:
+        detect.cache_clear()
+    assert said is None if reason is None else reason in said
 
 
 def test_registering_twice_and_beside_another(backend):

@@ -88,12 +88,17 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
         device_capability: Any,
     ) -> str | None:
         """Return why the backend does not support this combination, or None if it does."""
-        capability = tuple(device_capability)
-        if capability < (8, 0):
-            return f"compute capability 8.0 or newer is needed, got {capability}"
-        if kv_cache_dtype in FP8 and capability < (8, 9):
-            return f"an FP8 cache needs compute capability 8.9 or newer, got {capability}"
-        if kv_cache_dtype in FP8 and dtype is torch.float32:
+        is_fp8 = kv_cache_dtype in FP8
+        if device_capability is not None and torch.version.hip is None:
+            capability = tuple(device_capability)
+            if capability < (8, 0):
+                return f"compute capability 8.0 or newer is needed, got {capability}"
+            if is_fp8 and capability < (8, 9):
+                return f"an FP8 cache needs compute capability 8.9 or newer, got {capability}"
+        elif is_fp8 and not detect().supports_fp8:
+            # what vLLM calls the capability of an AMD GPU says nothing of FP8: an MI200's is (9, 0)
+            return f"an FP8 cache needs a GPU with FP8 (gfx942 or newer), got {detect()}"
+        if is_fp8 and dtype is torch.float32:
             return "an FP8 cache is for models in fp16 or bf16"
         return None
 
