@@ -207,6 +207,11 @@ class AttentionBackendEnum(enum.Enum):
 
 
 def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool = False) -> Any:
+    if isinstance(backend, str):
+        member = object.__new__(AttentionBackendEnum)
+        member._name_, member._value_ = backend, class_path
+        AttentionBackendEnum._member_map_[backend] = backend = member
+        AttentionBackendEnum._value2member_map_[class_path] = member
     _overrides[backend] = class_path
     return lambda x: x
 

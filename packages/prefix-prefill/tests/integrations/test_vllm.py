@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import pickle
 from dataclasses import dataclass, fields
 from importlib.metadata import distributions, entry_points
 from types import SimpleNamespace
@@ -315,19 +317,35 @@ def test_amd_gpus_are_asked_by_their_name(backend, arch, cache, reason, monkeypa
     assert said is None if reason is None else reason in said
 
 
-def test_registering_twice_and_beside_another(backend):
+@pytest.mark.parametrize("name", integration.NAMES)
+def test_registering_twice_and_beside_another(backend, name):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     integration.register()
-    assert AttentionBackendEnum.CUSTOM.get_class() is backend
-    assert backend.get_name() == "CUSTOM"
-    register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
+    assert AttentionBackendEnum[name].get_class() is backend
+    assert AttentionBackendEnum[backend.get_name()].get_class() is backend
+    register_backend(AttentionBackendEnum[name], "another.Backend")
     try:
-        with pytest.warns(RuntimeWarning, match=r"another\.Backend"):
+        with pytest.warns(RuntimeWarning, match=rf"{name}: another\.Backend"):
             integration.register()
-        assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
+        assert AttentionBackendEnum[name].get_path() == "another.Backend"
     finally:
-        AttentionBackendEnum.CUSTOM.clear_override()
+        AttentionBackendEnum[name].clear_override()
+
+
+def test_a_process_without_plugins_unpickles_the_name(backend):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    member = AttentionBackendEnum["PREFIX_PREFILL"]
+    assert copy.deepcopy(member) is pickle.loads(pickle.dumps(member)) is member
+    sent = pickle.dumps(member)
+    del AttentionBackendEnum._member_map_["PREFIX_PREFILL"]
+    del AttentionBackendEnum._value2member_map_[member.value]
+    if hasattr(AttentionBackendEnum, "PREFIX_PREFILL"):
+        delattr(AttentionBackendEnum, "PREFIX_PREFILL")
+    found = pickle.loads(sent)
+    assert found is AttentionBackendEnum["PREFIX_PREFILL"] is not member
+    assert found.get_class() is backend
 
 
 @pytest.mark.skipif(

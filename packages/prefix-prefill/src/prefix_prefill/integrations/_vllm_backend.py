@@ -35,7 +35,8 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        # vLLM looks up the member of its registry by this name
+        return "PREFIX_PREFILL"
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:

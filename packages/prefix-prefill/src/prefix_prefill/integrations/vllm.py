@@ -3,10 +3,11 @@
 If ``prefix-prefill`` and ``vllm`` are installed, the entry point ``vllm.general_plugins`` registers
 the backend. To select it::
 
-    vllm serve MODEL --attention-backend CUSTOM
+    vllm serve MODEL --attention-backend PREFIX_PREFILL
 
-or ``LLM(model, attention_backend="CUSTOM")``. If ``VLLM_PLUGINS``, vLLM's list of plugins to load,
-is set, it must contain ``prefix_prefill``.
+or ``LLM(model, attention_backend="PREFIX_PREFILL")``. ``CUSTOM``, vLLM's name for a back end from
+outside, selects the same one unless another plugin has taken it. If ``VLLM_PLUGINS``, vLLM's list
+of plugins to load, is set, it must contain ``prefix_prefill``.
 
 The backend serves decoders, encoders and cross-attention, prefill and decode in one call, with
 sliding windows, softcap, ALiBi and sinks, in fp16, bf16 and fp32, over caches of the model's dtype
@@ -22,19 +23,21 @@ backend is selected. They implement vLLM 0.33's interface.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from .._linked.host.versions import need
 
 __all__ = ["register"]
 
 BACKEND = "prefix_prefill.integrations._vllm_backend.PagedAttentionBackend"
+NAMES = {"PREFIX_PREFILL": BACKEND, "CUSTOM": BACKEND}
 
 
 def register() -> None:
-    """Register this package as vLLM's backend ``CUSTOM``; the entry point calls this.
+    """Register this package's back ends under their names; the entry point calls this.
 
     Registering again does no harm. vLLM loads the plugins of all installed packages, so this only
-    gives a ``RuntimeWarning`` if another package has taken the name or if vLLM is too old.
+    gives a ``RuntimeWarning`` if another package has taken a name or if vLLM is too old.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -46,16 +49,31 @@ def register() -> None:
             raise
         return
 
-    custom = AttentionBackendEnum.CUSTOM
-    if custom.is_overridden() and custom.get_path() != BACKEND:
-        warnings.warn(
-            f"prefix-prefill is not vLLM's attention backend CUSTOM: {custom.get_path()} is, which "
-            "another plugin has registered; VLLM_PLUGINS=prefix_prefill loads this one alone",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    register_backend(custom, BACKEND)
+    for name, path in NAMES.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
+            # A process that unpickles vLLM's configuration has not loaded plugins yet.
+            AttentionBackendEnum[name].__reduce_ex__ = lambda _, name=name: (_named, (name,))
+            continue
+        taken = AttentionBackendEnum[name]
+        if taken.is_overridden() and taken.get_path() != path:
+            warnings.warn(
+                f"prefix-prefill is not vLLM's attention backend {name}: {taken.get_path()} is, "
+                "which another plugin has registered; VLLM_PLUGINS=prefix_prefill loads this one "
+                "alone",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            continue
+        register_backend(taken, path)
+
+
+def _named(name: str) -> Any:
+    """Return vLLM's member of a name, registered first: what pickles of one restore."""
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[name]
 
 
 def _is_older() -> bool:
