@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
+import os
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return False
 
     @classmethod
@@ -216,6 +221,13 @@ def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool
     return lambda x: x
 
 
+def __getattr__(name: str) -> bool:
+    """Read a switch of the environment, as the module of vLLM that this stands in for does."""
+    if not name.startswith("VLLM_"):
+        raise AttributeError(name)
+    return os.environ.get(name, "0") == "1"
+
+
 BACKEND = (
     AttentionType,
     MultipleOf,
@@ -227,6 +239,7 @@ BACKEND = (
     AttentionImpl,
 )
 STAND_INS = {
+    "vllm.envs": {"__getattr__": __getattr__},
     "vllm.v1.attention.backend": {x.__name__: x for x in BACKEND},
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": AttentionBackendEnum,
@@ -241,7 +254,9 @@ def stand_in() -> None:
     for name, content in STAND_INS.items():
         parts = name.split(".")
         for i in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+            module = sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+            if i > 1:
+                setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], module)
         vars(sys.modules[name]).update(content)
 
 

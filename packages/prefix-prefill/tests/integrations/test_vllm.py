@@ -238,6 +238,58 @@ def test_cross_attention_sees_every_key(backend, device):
         close(out[rows], expected(q[rows], k[keys], v[keys], {}, causal=False), torch.float32)
 
 
+def steps_in_one_sequence(backend: Any, cuts: list[int], beside: int, device: Any) -> Tensor:
+    """Return a sequence's outputs, computed in chunks beside decodes of other sequences."""
+    with device:
+        impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS, sliding_window=40)
+    cache, metadata = Cache(torch.bfloat16, device, True), builder(backend)
+    whole = [
+        tokens(sum(cuts), heads, torch.bfloat16, device, i)
+        for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    ]
+    outs, done = [], 0
+    for cut in cuts:
+        others = [
+            tokens(2 * beside, heads, torch.bfloat16, device, 90 + done)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        q, k, v = (
+            torch.cat([y[:beside], x[done : done + cut], y[beside:]])
+            for x, y in zip(whole, others, strict=True)
+        )
+        step = cache.step((beside, cut, beside), padding=0)
+        impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+        out = torch.empty_like(q)
+        impl.forward(ONES, q, k, v, cache.kv, metadata.build(0, step), out)
+        outs.append(out[beside : beside + cut])
+        done += cut
+    return torch.cat(outs)
+
+
+def test_batch_invariance_is_kept_bit_for_bit(backend, device, monkeypatch):
+    assert backend.supports_batch_invariance()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    alone = steps_in_one_sequence(backend, [70], 0, device)
+    for cuts, beside in (([70], 3), ([33, 36, 1], 1), ([1] * 4 + [65, 1], 0)):
+        assert torch.equal(steps_in_one_sequence(backend, cuts, beside, device), alone), cuts
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    assert (steps_in_one_sequence(backend, [70], 0, device) - alone).abs().max() < 0.05
+
+
+def test_what_batch_invariance_excludes_is_refused(backend, monkeypatch):
+    cls = backend.get_impl_cls()
+    assert cls(HEADS, HEAD_DIM, 0.3).fused_output_quant_supported(static_scale())
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not cls(HEADS, HEAD_DIM, 0.3).fused_output_quant_supported(static_scale())
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes .* VLLM_BATCH_INVARIANT=1"):
+        cls(HEADS, HEAD_DIM, 0.3, alibi_slopes=[0.5] * HEADS)
+
+
+def static_scale() -> Any:
+    name = "vllm.model_executor.layers.quantization.utils.quant_utils"
+    return importlib.import_module(name).kFp8StaticTensorSym
+
+
 def test_while_memory_is_measured_the_output_is_zero(backend):
     impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3)
     out = torch.full((3, HEADS, HEAD_DIM), torch.nan)
@@ -250,6 +302,8 @@ def test_a_graph_serves_the_longest_sequence(backend):
     step = cache.step((1, 1, 1))
     assert builder(backend).build(0, step).max_seq_len == 1
     assert builder(backend).build_for_cudagraph_capture(step).max_seq_len == 100
+    step.max_seq_len = 1500  # of an encoder
+    assert builder(backend).build_for_cudagraph_capture(step).max_seq_len == 1500
 
 
 def test_what_is_not_served_is_refused(backend):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs
 from attn_common import detect, fp8_dtype
 from torch import Tensor
 from vllm.v1.attention.backend import (
@@ -69,6 +70,10 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
     @classmethod
@@ -170,7 +175,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
     ) -> PagedMetadata:
         """Make metadata for a graph that serves sequences of any length."""
         metadata = self.build(0, common_attn_metadata)
-        metadata.max_seq_len = self.vllm_config.model_config.max_model_len
+        most = self.vllm_config.model_config.max_model_len
+        # cross-attention may have more keys than the model has positions
+        metadata.max_seq_len = max(metadata.max_seq_len, most)
         return metadata
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
@@ -179,6 +186,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
 
 class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
     """The attention of one layer.
+
+    Under ``VLLM_BATCH_INVARIANT=1`` it computes with ``invariant=True``: the bits of a token's
+    output depend on its own sequence alone.
 
     Args:
         num_heads: heads of the queries.
@@ -192,6 +202,10 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         attn_type: decoder, encoder or cross-attention. Default: decoder.
         kv_sharing_target_layer_name: the layer whose cache this one reads. Default: None.
         sinks: an extra logit per head in the denominator, ``[num_heads]``. Default: None.
+
+    Raises:
+        NotImplementedError: on a quantised cache of an encoder, and under
+            ``VLLM_BATCH_INVARIANT=1`` on ``alibi_slopes``.
     """
 
     def __init__(
@@ -221,6 +235,12 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         if alibi_slopes is not None:
             # on the default device, where vLLM makes the model's parameters
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.invariant = bool(vllm.envs.VLLM_BATCH_INVARIANT)
+        if self.invariant and alibi_slopes is not None:
+            raise NotImplementedError(
+                "alibi_slopes must be None under VLLM_BATCH_INVARIANT=1: invariant attention has "
+                "no ALiBi"
+            )
         self.is_encoder = attn_type in _ENCODERS
         self.window = (-1, -1)
         if sliding_window is not None:
@@ -235,6 +255,8 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return whether the output may have this quantisation: FP8 with one static scale."""
+        if self.invariant:
+            return False
         from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
         return bool(quant_key == kFp8StaticTensorSym)
@@ -302,6 +324,7 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             sinks=self.sinks,
             out=output[:tokens],
             out_scale=output_scale,
+            invariant=self.invariant,
             **given,
         )
         return output
