@@ -133,12 +133,17 @@ class CommonAttentionMetadata:
 class AttentionMetadataBuilder(ABC, Generic[M]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     supports_draft_decode_metadata_update: bool = False
+    supports_update_block_table: bool = False
 
     @abstractmethod
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ):
         self.vllm_config = vllm_config
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cls._cudagraph_support
 
     @abstractmethod
     def build(
@@ -150,6 +155,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         return self.build(0, common_attn_metadata)
+
+    def update_block_table(self, metadata: M, blk_table: Tensor, slot_mapping: Tensor) -> M:
+        raise NotImplementedError
 
     def update_draft_decode_metadata(self, metadata: M) -> None:
         raise NotImplementedError

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import distributions, entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -304,6 +304,58 @@ def test_a_graph_serves_the_longest_sequence(backend):
     assert builder(backend).build_for_cudagraph_capture(step).max_seq_len == 100
     step.max_seq_len = 1500  # of an encoder
     assert builder(backend).build_for_cudagraph_capture(step).max_seq_len == 1500
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("queries", [(40, 0, 0), (1, 36, 3), (1, 1, 1), (0, 0, 2)], ids=str)
+def test_a_graph_of_mixed_batches_serves_any_lengths(
+    backend, queries, invariant, device, monkeypatch
+):
+    if invariant:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with device:
+        impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS)
+    cache, count = Cache(torch.float32, device, True), 40
+    k, v = (tokens(60, KV_HEADS, torch.float32, device, n) for n in (1, 2))
+    step = cache.step((20, 20, 20), padding=0)
+    impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+    keys = [(k[20 * b : 20 * b + 20], v[20 * b : 20 * b + 20]) for b in range(SEQUENCES)]
+    # what vLLM captures with: so many tokens, spread evenly, perhaps all in one sequence
+    dummy = Cache(torch.float32, device, True).step((14, 13, 13), padding=0)
+    dummy.max_query_len = count
+    build = builder(backend)
+    assert build.get_cudagraph_support(None, None).name == "ALWAYS"
+    kept = build.build_for_cudagraph_capture(dummy)
+    # a replay has the same numbers and the same memory with other contents
+    step = cache.step(queries, padding=count - sum(queries))
+    dummy.query_start_loc.copy_(step.query_start_loc)
+    dummy.seq_lens.copy_(step.seq_lens)
+    dummy.block_table_tensor.copy_(step.block_table_tensor)
+    q, k, v = (
+        tokens(count, heads, torch.float32, device, 7 + i)
+        for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    )
+    impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+    out = torch.full_like(q, torch.nan)
+    impl.forward(ONES, q, k, v, cache.kv, kept, out)
+    start = 0
+    for queried, (old_k, old_v) in zip(queries, keys, strict=True):
+        rows = slice(start, start + queried)
+        found = torch.cat([old_k, k[rows]]), torch.cat([old_v, v[rows]])
+        if queried:
+            close(out[rows], expected(q[rows], *found, {}), torch.float32)
+        start += queried
+    assert (out[start:] == 0).all()
+
+
+def test_layers_with_other_pages_share_the_rest_of_a_step(backend):
+    step = Cache(torch.float32, torch.device("cpu"), True).step((1, 1, 1))
+    build = builder(backend)
+    assert build.supports_update_block_table
+    first, table = build.build(0, step), torch.zeros(3, 2, dtype=torch.int32)
+    second = build.update_block_table(first, table, step.slot_mapping)
+    assert second.block_table is table is not first.block_table
+    assert replace(second, block_table=first.block_table) == first
 
 
 def test_what_is_not_served_is_refused(backend):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -135,10 +135,13 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ignore[misc]
     """Passes a step's tensors on unchanged."""
 
-    # A graph fixes max_query_len at its capture; a later mixed batch may have a longer one.
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    # A graph fixes the counts of tokens and sequences, which bound the grids, and max_query_len,
+    # which tells whether the kernel for many queries is launched. vLLM captures mixed batches with
+    # all tokens in one sequence for max_query_len; which sequence has how many is device data.
+    _cudagraph_support = AttentionCGSupport.ALWAYS
     # the metadata holds vLLM's own tensors, which it updates in place
     supports_draft_decode_metadata_update = True
+    supports_update_block_table = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -179,6 +182,12 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
         # cross-attention may have more keys than the model has positions
         metadata.max_seq_len = max(metadata.max_seq_len, most)
         return metadata
+
+    def update_block_table(
+        self, metadata: PagedMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> PagedMetadata:
+        """Make the metadata of layers whose pages are others, for the same step."""
+        return replace(metadata, block_table=blk_table)
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
         """Do nothing, because the metadata holds no computed tensors."""

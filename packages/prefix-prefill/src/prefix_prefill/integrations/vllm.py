@@ -12,9 +12,10 @@ of plugins to load, is set, it must contain ``prefix_prefill``.
 The backend serves decoders, encoders and cross-attention, prefill and decode in one call, with
 sliding windows, softcap, ALiBi and sinks, in fp16, bf16 and fp32, over caches of the model's dtype
 or FP8 with a scale per tensor or KV head. It takes pages of any size in all of vLLM's layouts and
-needs no workspace. Batches in which all sequences have equally many queries are captured in full
-CUDA graphs. vLLM refuses at start what the backend does not support: MLA, bidirectional multimodal
-prefixes, context parallelism over ranks.
+needs no workspace. Batches of any mixture of prefill and decode are captured in full CUDA graphs.
+Under ``VLLM_BATCH_INVARIANT=1`` the bits of a token's output depend on its own sequence alone, and
+ALiBi is refused. vLLM refuses at start what the backend does not support: MLA, bidirectional
+multimodal prefixes, context parallelism over ranks.
 
 The classes are in :mod:`prefix_prefill.integrations._vllm_backend`, which vLLM imports if the
 backend is selected. They implement vLLM 0.33's interface.
