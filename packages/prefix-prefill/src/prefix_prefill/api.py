@@ -126,8 +126,11 @@ def paged_attn_func(
             positions, not depths. Excludes ``alibi_slopes``. Default: None.
         kv_dtype: numbers of an integer cache: "int8", stored as int8; or "int4", stored as uint8,
             ``[num_blocks, block_size, heads_k, head_dim // 2]``, with element 2 i of ``head_dim``
-            in the low bits of byte i, in two's complement. Not with packed caches. Default: None,
-            the dtype of ``k_cache`` tells.
+            in the low bits of byte i, in two's complement. vLLM's formats are
+            "int8_per_token_head"; "fp8_per_token_head", e4m3 stored as such or as uint8; and
+            "int4_per_token_head", numbers from 0 to 15 less a zero point, which the lowest four
+            bits of the fp32 scale hold. Not with packed caches. Default: None, the dtype of
+            ``k_cache`` tells.
         k_scale_cache: the scale of each cached key, ``[num_blocks, block_size, heads_k]``; fp16,
             bf16 or fp32, any strides. Required with ``kv_dtype``, instead of ``k_descale``.
         v_scale_cache: the scale of each cached value, shape and dtype of ``k_scale_cache``.
@@ -164,14 +167,16 @@ def paged_attn_func(
     if form is not None and len(rows) > 1 and any(x.shape[:1] != q.shape[:1] for x in rows):
         form = None
     known = None if form is None else _known.get(form)
-    if kv_dtype is None and (known is None or k_cache.dtype is torch.uint8):
-        k_cache, v_cache = cache_checks.fp8_view(q, k_cache), cache_checks.fp8_view(q, v_cache)
     if known is None:
         cache_checks.check_kv_dtype(kv_dtype)
+    if kv_dtype in cache_checks.OF_FP8 and (known is None or k_cache.dtype is torch.uint8):
+        k_cache, v_cache = cache_checks.fp8_view(q, k_cache), cache_checks.fp8_view(q, v_cache)
+    if known is None:
         paged_checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
         options = paged_options.check_options(
             q, softmax_scale, causal, window_size, softcap, num_splits, return_lse, invariant
         )
+        options = options._replace(zero_points=kv_dtype == "int4_per_token_head")
         batch = paged_checks.check_table(q, *table)
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
@@ -263,10 +268,14 @@ def reshape_and_cache(
         k_scale: fp32, one element or ``[heads_k]``: an FP8 cache stores ``k / k_scale``, saturated
             at the largest number of the dtype. Default: None (1.0).
         v_scale: the same for values.
-        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`. The scale of a token and head is
-            ``max(abs(k)) / 127`` (int4: ``/ 7``), rounded to the dtype of ``k_scale_cache``; the
+        kv_dtype: as in :func:`paged_attn_func`. For "int8" and "int4" the scale of a token and head
+            is ``max(abs(k)) / 127`` (int4: ``/ 7``), rounded to the dtype of ``k_scale_cache``; the
             cache stores ``k / scale``, rounded to the nearest integer, ties to even. A row of zeros
-            gives zeros. Default: None.
+            gives zeros. With vLLM's formats the bits are those that vLLM writes, in fp32 by
+            ``k * (1 / scale)``: the scale is ``max(abs(k)) / 127``, in FP8 ``/ 448`` (the largest
+            number of e4m3), in int4 ``(max(k) - min(k)) / 15``, and at least 1e-6; integers are
+            rounded with halves away from zero. vLLM rotates keys and values of int4 before it
+            writes them, which is the caller's to do. Default: None.
         k_scale_cache: cache of these scales, ``[num_blocks, block_size, heads_k]``; fp16, bf16 or
             fp32. Required with ``kv_dtype``, instead of ``k_scale``.
         v_scale_cache: the same for values.
@@ -281,19 +290,21 @@ def reshape_and_cache(
     if form is not None and not len(k) == len(v) >= len(slot_mapping):
         form = None
     plan = None if form is None else _writes.get(form)
-    if kv_dtype is None and (plan is None or k_cache.dtype is torch.uint8):
+    if plan is None:
+        cache_checks.check_kv_dtype(kv_dtype)
+    if kv_dtype in cache_checks.OF_FP8 and (plan is None or k_cache.dtype is torch.uint8):
         k_cache, v_cache = cache_checks.fp8_view(k, k_cache), cache_checks.fp8_view(k, v_cache)
     scales = k_scale, v_scale, k_scale_cache, v_scale_cache
     x = WriteTensors(k, v, k_cache, v_cache, slot_mapping, *scales)
     if plan is None:
-        cache_checks.check_kv_dtype(kv_dtype)
         names = "k_scale", "v_scale"
         cache_checks.check_cache_inputs(*x[:7], kv_dtype)
         check_scale_caches(k_cache, *scales[2:], kv_dtype, *scales[:2], names=names)
         paged_checks.check_no_gradients(**x._asdict())
-        plan = None if form is None else ops.write_plan_of(x)
+        per_token_head = kv_dtype in cache_checks.PER_TOKEN_HEAD
+        plan = None if form is None else ops.write_plan_of(x, per_token_head)
         if plan is None:
-            ops.reshape_and_cache(*x)
+            ops.reshape_and_cache(*x, per_token_head)
             return
         _writes.keep(form, plan)
     check_written(x)

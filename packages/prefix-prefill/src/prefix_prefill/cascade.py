@@ -84,6 +84,7 @@ def shared_prefix_attn_func(
     options = paged_options.check_options(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
     )
+    options = options._replace(zero_points=kv_dtype == "int4_per_token_head")
     batch = paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_common import detect, fp8_dtype
 from prefix_prefill import (
     paged_attention_reference,
     paged_attn_func,
@@ -245,7 +246,8 @@ PACKED: dict[str, Tensor] = {
     "v_cache": torch.zeros(6, 2, 16, 8, dtype=torch.int8),
 }
 CASES = [
-    ("kv_dtype must be None, 'int8' or 'int4', got 'fp8'", ValueError, {"kv_dtype": "fp8"}),
+    ("kv_dtype must be None, 'int8', 'int4', 'int8_per_token_head', 'int4_per_token_head' or "
+        "'fp8_per_token_head', got 'fp8'", ValueError, {"kv_dtype": "fp8"}),
     ("k_cache must be torch.uint8 for kv_dtype 'int4', got torch.int8", TypeError,
      {"kv_dtype": "int4"}),
     ("k_cache must be torch.int8 for kv_dtype 'int8', got torch.float32", TypeError, WIDE),
@@ -297,3 +299,84 @@ def test_a_cache_of_half_the_head_dim(device):
     validate_paged(**{n: x for n, x in given.items() if n not in names})
     with pytest.raises(TypeError, match=r"^k_cache must have the dtype of q, .* got torch.int8$"):
         paged(**NO_SCALES, kv_dtype=None)
+
+
+# ---- vLLM's formats: codes by the inverse of the scale, and zero points in its lowest bits
+
+ROWS = [
+    # scale 1 where the largest is 127: halves go away from zero
+    [127.0, 0.5, 1.5, -2.5, -0.5, 126.5, -126.5, 3.0],
+    [0.0] * 8,
+    [2.0] * 8,
+    [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, 12.0],
+    [1e-9, 0.0, -1e-9, 0.0, 0.0, 0.0, 0.0, 0.0],
+]
+
+
+def made_in_fp32(kind: str, row: list[float]) -> tuple[list[int], float]:
+    """Return the codes of a row and its scale, step by step in fp32."""
+    one = torch.tensor
+
+    def nearest(x: Tensor) -> int:
+        return int(x + 0.5) if x >= 0 else int(x - 0.5)
+
+    if kind == "int8_per_token_head":
+        scale = torch.maximum(one(max(map(abs, row))) / 127.0, one(1e-6))
+        inverse = 1.0 / scale
+        return [max(-128, min(127, nearest(one(x) * inverse))) for x in row], scale.item()
+    scale = torch.maximum((one(max(row)) - one(min(row))) / 15.0, one(1e-6))
+    zero = max(0, min(15, nearest(-one(min(row)) / scale)))
+    inverse = 1.0 / scale
+    codes = [max(0, min(15, nearest(one(x) * inverse + zero))) for x in row]
+    bits = scale.view(torch.int32).item() & ~15 | zero
+    return codes, one(bits, dtype=torch.int32).view(torch.float32).item()
+
+
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "int4_per_token_head"])
+def test_codes_of_vllm_bit_for_bit(kind, device):
+    m = Maker(device, torch.float32)
+    rows = torch.cat([torch.tensor(ROWS, device=device), m.randn(20, 8) * 3 + 1])
+    x = rows[:, None].contiguous()
+    made = caches(kind[:4], torch.float32, device, heads=1, head_dim=8)
+    slots = torch.arange(len(x), device=device)
+    reshape_and_cache(x, -x, slot_mapping=slots, kv_dtype=kind, **made)
+    for name, sign in (("k", 1), ("v", -1)):
+        codes = made[f"{name}_cache"].flatten(0, 1)[: len(x), 0].cpu()
+        if kind == "int4_per_token_head":
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+        scales = made[f"{name}_scale_cache"].flatten(0, 1)[: len(x), 0].cpu()
+        for i, row in enumerate((sign * rows).tolist()):
+            want, scale = made_in_fp32(kind, row)
+            assert codes[i].tolist() == want, (i, row)
+            assert scales[i].item() == scale, (i, row)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")
+def test_fp8_of_vllm(device):
+    if not detect(device).supports_fp8:
+        pytest.skip("no FP8")
+    stored = getattr(torch, fp8_dtype(detect(device)))
+    x = Maker(device, torch.bfloat16).randn(20, 2, 24)
+    x[3] = 0.0
+    made = caches("int8", torch.float32, device)
+    made |= {f"{n}_cache": made[f"{n}_cache"].view(stored) for n in "kv"}
+    slots = torch.arange(20, device=device)
+    reshape_and_cache(x, x, slot_mapping=slots, kv_dtype="fp8_per_token_head", **made)
+    scale = (x.float().abs().amax(-1) / torch.finfo(stored).max).clamp_min(1e-6)
+    assert torch.equal(made["k_scale_cache"].flatten(0, 1)[:20], scale)
+    want = (x.float() * (1.0 / scale)[..., None]).to(stored)
+    found = made["v_cache"].flatten(0, 1)[:20]
+    assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_what_vllms_formats_need(device):
+    x = torch.ones(2, 2, 24, device=device)
+    slots = torch.arange(2, device=device)
+    made = caches("int4", torch.float16, device)
+    with pytest.raises(TypeError, match=r"k_scale_cache must be torch.float32 .* zero points"):
+        reshape_and_cache(x, x, slot_mapping=slots, kv_dtype="int4_per_token_head", **made)
+    made = caches("int8", torch.float32, device)
+    with pytest.raises(TypeError, match=r"k_cache must be torch.float8_e4m3"):
+        reshape_and_cache(x, x, slot_mapping=slots, kv_dtype="fp8_per_token_head", **made)
+    with pytest.raises(ValueError, match=r"kv_dtype must be .*'int4_per_token_head'"):
+        reshape_and_cache(x, x, slot_mapping=slots, kv_dtype="int2", **made)

@@ -64,6 +64,10 @@ class AttentionBackend(ABC):
     def get_builder_cls() -> type: ...
 
     @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return spec
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return True
 
@@ -199,6 +203,17 @@ class AttentionImpl(ABC, Generic[M]):
         return False
 
 
+def single_rht(x: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate rows: every other sign changed, times a Hadamard matrix."""
+    sign = torch.ones(x.shape[-1])
+    sign[::2] = -1.0
+    matrix = torch.ones(1, 1)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    sign, matrix = sign.to(x), matrix.to(x)
+    return x @ matrix * sign if inverse else x * sign @ matrix
+
+
 _overrides: dict[Any, str] = {}
 
 
@@ -253,6 +268,7 @@ STAND_INS = {
         "AttentionBackendEnum": AttentionBackendEnum,
         "register_backend": register_backend,
     },
+    "vllm.v1.attention.ops.int4_per_token_head": {"single_rht": single_rht},
     "vllm.model_executor.layers.quantization.utils.quant_utils": {"kFp8StaticTensorSym": "static"},
 }
 

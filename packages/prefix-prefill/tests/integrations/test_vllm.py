@@ -201,6 +201,93 @@ def test_a_cache_of_fp8(backend, name, scales, device):
         start += queries
 
 
+# bytes of a key; roundings of a number, in parts of the largest of its row
+PER_TOKEN_HEAD = {
+    "int8_per_token_head": (HEAD_DIM, 0.5 / 127),
+    "int4_per_token_head": (HEAD_DIM // 2, 1.5 / 15),
+    "fp8_per_token_head": (HEAD_DIM, 2**-4),
+}
+
+
+@pytest.mark.parametrize("is_nhd", [True, False], ids=["nhd", "hnd"])
+@pytest.mark.parametrize("name", PER_TOKEN_HEAD)
+def test_caches_with_a_scale_of_each_token(backend, name, is_nhd, device):
+    if name == "fp8_per_token_head" and not detect(device).supports_fp8:
+        pytest.skip("no FP8")
+    width, error = PER_TOKEN_HEAD[name]
+    assert name in backend.supported_kv_cache_dtypes
+    with device:
+        impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS, kv_cache_dtype=name)
+    cache, metadata = Cache(torch.float32, device, is_nhd), builder(backend)
+    size = PAGES, PAGE, KV_HEADS, 2 * (width + 4)
+    stored = torch.int8 if name == "int8_per_token_head" else torch.uint8
+    in_bytes = torch.full(size, 0x7F, dtype=stored, device=device).transpose(1, 2)
+    cache.kv = in_bytes if is_nhd else in_bytes.contiguous()
+    kept: list[tuple[Tensor, Tensor]] = [()] * SEQUENCES
+    for number, queries in enumerate(STEPS):
+        count = sum(queries)
+        q, k, v = (
+            tokens(count + 2, heads, torch.float32, device, 10 * number + i)
+            for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        )
+        step = cache.step(queries)
+        impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+        out = torch.full_like(q, 7.0)
+        impl.forward(ONES, q, k, v, cache.kv, metadata.build(0, step), out)
+        assert (out[count:] == 7.0).all()
+        ends = step.query_start_loc.tolist()
+        for b in range(SEQUENCES):
+            rows = slice(ends[b], ends[b + 1])
+            new = k[rows], v[rows]
+            kept[b] = tuple(map(torch.cat, zip(kept[b], new, strict=True))) if kept[b] else new
+            if rows.start < rows.stop:
+                far = (out[rows].double().cpu() - expected(q[rows], *kept[b], {})).abs().max()
+                assert far < 3 * error * kept[b][1].abs().max()
+
+
+@pytest.mark.skipif(
+    not (_vllm.IS_REAL and INTERPRETED), reason="vLLM's own kernels are needed, interpreted"
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PER_TOKEN_HEAD)
+def test_the_bits_that_vllm_writes(backend, name, dtype, device, monkeypatch):
+    from vllm.v1.attention.backends import triton_attn
+
+    monkeypatch.setattr(triton_attn.current_platform, "fp8_dtype", lambda: torch.float8_e4m3fn)
+    stored = torch.int8 if name == "int8_per_token_head" else torch.uint8
+    width = PER_TOKEN_HEAD[name][0]
+    size = PAGES, PAGE, KV_HEADS, 2 * (width + 4)
+    k, v = (tokens(60, KV_HEADS, dtype, device, n) + n / 2 for n in (1, 2))
+    k[3], v[4] = 0.0, 1.0
+    step = Cache(torch.float32, device, True).step((20, 20, 20), padding=0)
+    half, found = width + 4, []
+    for cls in (backend.get_impl_cls(), triton_attn.TritonAttentionImpl):
+        cache = torch.zeros(size, dtype=stored).transpose(1, 2)
+        impl = cls(HEADS, HEAD_DIM, 0.3, KV_HEADS, None, None, name)
+        # vLLM's are filled with ones where they are first needed
+        for which, end in (("_k_scale_cache", half), ("_v_scale_cache", 2 * half)):
+            scale = cache.transpose(1, 2)[..., end - 4 : end]
+            setattr(impl, which, scale.view(torch.float32)[..., 0])
+        impl.do_kv_cache_update(ONES, k, v, cache, step.slot_mapping)
+        found.append(cache)
+    assert torch.equal(*found)
+
+
+def test_room_for_the_scales(backend):
+    @dataclass
+    class Spec:
+        kv_quant_mode: Any
+        state_content_bytes: int | None = None
+        head_size: int = 128
+        head_size_v: int = 64
+
+    for name, size in (("INT8", 200), ("INT4", 104), ("FP8", 200)):
+        mode = SimpleNamespace(name=f"{name}_PER_TOKEN_HEAD", is_per_token_head=True)
+        assert backend.customize_spec(Spec(mode)).state_content_bytes == size
+    plain = Spec(SimpleNamespace(name="NONE", is_per_token_head=False))
+    assert backend.customize_spec(plain) is plain
+
+
 @pytest.mark.parametrize("layer", ["plain", "window"])
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 def test_encoders_have_no_cache(backend, kind, layer, device):
@@ -283,6 +370,11 @@ def test_what_batch_invariance_excludes_is_refused(backend, monkeypatch):
     assert not cls(HEADS, HEAD_DIM, 0.3).fused_output_quant_supported(static_scale())
     with pytest.raises(NotImplementedError, match=r"alibi_slopes .* VLLM_BATCH_INVARIANT=1"):
         cls(HEADS, HEAD_DIM, 0.3, alibi_slopes=[0.5] * HEADS)
+    for name in PER_TOKEN_HEAD:
+        said = backend.supports_combination(
+            64, torch.bfloat16, name, 16, False, False, False, False, (9, 0)
+        )
+        assert said == f"kv_cache_dtype {name} is not served under VLLM_BATCH_INVARIANT=1"
 
 
 def static_scale() -> Any:
@@ -386,6 +478,8 @@ def test_what_is_not_served_is_refused(backend):
         ((64, torch.float32, "auto", (7, 5)), "compute capability 8.0"),
         ((64, torch.bfloat16, "fp8_e5m2", (8, 6)), "capability 8.9"),
         ((64, torch.float32, "fp8", (9, 0)), "fp16 or bf16"),
+        ((64, torch.bfloat16, "int4_per_token_head", (8, 0)), None),
+        ((64, torch.bfloat16, "fp8_per_token_head", (8, 6)), "capability 8.9"),
         ((64, torch.bfloat16, "auto", None), None),
         ((64, torch.bfloat16, "fp8", None), None),
     ],

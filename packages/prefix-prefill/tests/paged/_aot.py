@@ -28,11 +28,12 @@ class Config:
     invariant: bool = False
     dropin: bool = False  # one query has its key in the cache, and padding is not written
     head_dim_v: int = 0  # 0: that of keys
+    of_vllm: bool = False  # the format of a cache with a scale of each token
 
     def __str__(self) -> str:
         kind = f"d{self.head_dim}-" + (f"v{self.head_dim_v}-" if self.head_dim_v else "")
         kind += f"{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
-        flags = ("packed", "dense", "rich", "tree", "invariant", "dropin")
+        flags = ("packed", "dense", "rich", "tree", "invariant", "dropin", "of_vllm")
         kind += "".join(f"-{flag}" for flag in flags if getattr(self, flag))
         return kind + ("-split" if self.splits > 1 else "")
 
@@ -47,6 +48,12 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Tensor]:
+    if config.of_vllm:  # scales lie between keys and values, so rows begin at multiples of 8 bytes
+        whole = meta(blocks, heads_k, config.page, sum(config.widths) + 8, dtype=torch.uint8)
+        whole, of_byte = whole.transpose(1, 2), 2 if config.cache == "uint8" else 1
+        d, dv = (n // of_byte for n in config.widths)
+        parts = whole[..., :d], whole[..., d + 4 : d + dv + 4]
+        return [x.view(getattr(torch, config.cache)) for x in parts]
     dtype = getattr(torch, config.cache or config.dtype)
     (d, dv), page = config.widths, config.page
     if dtype == torch.uint8:  # two numbers of 4 bits a byte
@@ -62,9 +69,10 @@ def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Te
 
 def scale_caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[Any]:
     """Return scales of each token, where the cache holds integers."""
-    if config.cache not in ("int8", "uint8"):
+    if config.cache not in ("int8", "uint8") and not config.of_vllm:
         return [None, None]
-    return [meta(blocks, config.page, heads_k, dtype=torch.float16) for _ in range(2)]
+    dtype = torch.float32 if config.of_vllm else torch.float16
+    return [meta(blocks, config.page, heads_k, dtype=dtype) for _ in range(2)]
 
 
 def launch_attention(
@@ -127,6 +135,8 @@ def launch_attention(
             not config.dropin,
             False,
             config.invariant,
+            False,
+            config.of_vllm and config.cache == "uint8",
         )
 
 
@@ -142,7 +152,9 @@ def launch_cache(config: Config, tokens: int = 1024) -> None:
     new = [meta(tokens, 8, n, dtype=getattr(torch, config.dtype)) for n in config.widths]
     by_token = scale_caches(config)
     scales = [meta(1), meta(1)] if config.cache and by_token[0] is None else [None, None]
-    launch(*new, *caches(config), meta(tokens, dtype=torch.int64), *scales, *by_token)
+    launch(
+        *new, *caches(config), meta(tokens, dtype=torch.int64), *scales, *by_token, config.of_vllm
+    )
 
 
 def launch_merge(config: Config, tokens: int = 1024) -> None:

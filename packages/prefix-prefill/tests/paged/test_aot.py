@@ -71,6 +71,10 @@ def principal() -> list[tuple[str, str, Config]]:
         (amd, APPEND, Config(128)),
         (hopper, APPEND, Config(128, cache="uint8")),
         (hopper, DECODE, Config(256, splits=4)),
+        (hopper, MIXED, Config(128, cache="uint8", of_vllm=True)),
+        (hopper, DECODE, Config(128, "float16", FP8[hopper], of_vllm=True)),
+        (hopper, CACHE, Config(128, cache="uint8", of_vllm=True)),
+        (amd, CACHE, Config(128, cache=FP8[amd], of_vllm=True)),
         (hopper, DECODE, Config(128, cache="uint8")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
         (hopper, MIXED, Config(64, head_dim_v=128)),
@@ -111,6 +115,9 @@ def everything() -> list[tuple[str, str, Config]]:
     cases += [(gpu, MIXED, Config(128, "float32", dense=True, tree=True)) for gpu in GPUS]
     for gpu, cache in itertools.product(GPUS, ("int8", "uint8")):
         cases += [(gpu, way, Config(128, cache=cache)) for way in (MIXED, CACHE, APPEND)]
+    for (gpu, dtype), d in itertools.product(FP8.items(), (64, 128)):
+        formats = [Config(d, cache=cache, of_vllm=True) for cache in ("int8", "uint8", dtype)]
+        cases += [(gpu, way, x) for way in (MIXED, DECODE, CACHE) for x in formats]
     for d, cache in itertools.product((16, 64, 256), ("int8", "uint8")):
         cases += [("nvidia:sm_90", MIXED, Config(d, cache=cache))]
     for gpu, dtype in itertools.product(GPUS, ("bfloat16", "float32")):

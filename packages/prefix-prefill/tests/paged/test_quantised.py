@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from prefix_prefill import paged_attn_func, shared_prefix_attn_func
-from prefix_prefill._paged.reference import unpacked
+from attn_common import detect, fp8_dtype
+from prefix_prefill import paged_attention_reference, paged_attn_func, shared_prefix_attn_func
+from prefix_prefill._paged.reference import coded, unpacked
 
 from .._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from .._numerics import MEDIUM, Problem, check, make_case, run, run_eager, run_oracle
@@ -52,6 +53,99 @@ def test_matches_reference(page, heads, kind, features, device):
 )
 def test_dtypes(dtype, scale_dtype, kind, device):
     check(make(MEDIUM, kind, dtype, device, ["alibi"], scale_dtype))
+
+
+def vllm_case(problem, kind, dtype, device, features=()):
+    """Return a case over a cache in a format of vLLM, and the same over its numbers in fp32."""
+    case = make_case(problem, dtype, device, features)
+    stored = {
+        "int8_per_token_head": torch.int8,
+        "int4_per_token_head": torch.uint8,
+        "fp8_per_token_head": getattr(torch, fp8_dtype(detect(device))),
+    }[kind]
+    inputs, options, plain = dict(case.inputs), {"kv_dtype": kind}, {}
+    for x in "kv":
+        numbers = inputs.pop(f"{x}_cache").float() + 0.5  # not symmetric
+        codes, scales = coded(numbers, stored)
+        if kind == "int4_per_token_head":
+            bits = scales.view(torch.int32)
+            wide = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float()
+            wide = (wide - (bits & 15)[..., None]) * (bits & -16).view(torch.float32)[..., None]
+        else:
+            wide = codes.float() * scales[..., None]
+        poison = scales.isnan()
+        plain[f"{x}_cache"] = wide.masked_fill(poison[..., None], torch.nan).double()
+        options |= {f"{x}_cache": codes, f"{x}_scale_cache": scales}
+    whole = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    return type(case)(inputs, {**case.options, **options}), (whole | plain, case.options)
+
+
+VLLM = ["int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"]
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("features", [(), ("window", "sinks", "softcap")], ids=str)
+@pytest.mark.parametrize("kind", VLLM)
+def test_formats_of_vllm(kind, features, dtype, device):
+    if kind == "fp8_per_token_head" and not detect(device).supports_fp8:
+        pytest.skip("no FP8")
+    problem = Problem(((17, 36), (1, 21), (3, 9), (0, 4)), 4, 2, 24, page=16)
+    case, (inputs, options) = vllm_case(problem, kind, dtype, device, features)
+    named = {**options, **inputs, "return_lse": True}
+    want, lse = paged_attention_reference(**named)
+    got = run(case)
+    eps = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}[dtype]
+    seen = want.isfinite() & got["out"].isfinite()
+    assert torch.equal(want.isnan(), got["out"].isnan())
+    assert (got["out"].double() - want)[seen].abs().max() < eps * want[seen].abs().max()
+    torch.testing.assert_close(got["lse"].double(), lse, rtol=eps, atol=eps)
+    # the reference knows the formats, too
+    again, _ = paged_attention_reference(**{**case.options, **case.inputs, "return_lse": True})
+    assert (again.double() - want)[seen].abs().max() < eps * want[seen].abs().max()
+
+
+@pytest.mark.parametrize("kind", VLLM)
+def test_formats_of_vllm_in_splits(kind, device):
+    if kind == "fp8_per_token_head" and not detect(device).supports_fp8:
+        pytest.skip("no FP8")
+    problem = Problem(((1, 150), (2, 90)), 4, 2, 24, page=16)
+    case, _ = vllm_case(problem, kind, torch.bfloat16, device, ("window",))
+    want, got = run(case), run(case.with_options(num_splits=3))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("kind", VLLM)
+def test_formats_of_vllm_behind_a_shared_prefix(kind, device):
+    if kind == "fp8_per_token_head" and not detect(device).supports_fp8:
+        pytest.skip("no FP8")
+    problem = Problem(((17, 36), (1, 21), (3, 9)), 4, 2, 24, page=16)
+    case, (inputs, options) = vllm_case(problem, kind, torch.float16, device)
+    pages = case.options["block_table"][0, :1]
+    given = {**case.inputs, **case.options, "shared_pages": pages, "shared_len": 16}
+    got = shared_prefix_attn_func(**given)
+    table = torch.cat([pages.expand(3, -1), options["block_table"]], 1)
+    longer = {"block_table": table, "seqlens_k": options["seqlens_k"] + 16, "max_seqlen_k": 52}
+    want = paged_attention_reference(**{**options, **inputs, **longer})
+    assert (got.double() - want).abs().max() < 2e-3 * want.abs().max()
+
+
+@pytest.mark.eager
+@kinds
+def test_numbers_with_gaps_in_fp16(kind, device):
+    """Those are not read in words, and weights in fp16 are scaled otherwise."""
+    case = make(MEDIUM, kind, torch.float16, device)
+    moved = {}
+    for name in ("k_cache", "v_cache"):
+        cache = case.options[name]
+        wide = torch.zeros(*cache.shape[:3], 2 * cache.shape[3], dtype=cache.dtype, device=device)
+        moved[name] = wide[..., ::2]
+        moved[name].copy_(cache)
+    want, got = run(case), run(case.with_options(**moved))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.eager

@@ -16,6 +16,14 @@ from .layout import PACKED_NDIM, CacheSizes, cache_sizes, head_dim_of_values, is
 
 # storage dtype of integer caches, which need a kv_dtype to be told from FP8 in bytes
 KV_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
+# the same with vLLM's rounding; None is the platform's e4m3, which bytes may hold
+PER_TOKEN_HEAD = {
+    "int8_per_token_head": torch.int8,
+    "int4_per_token_head": torch.uint8,
+    "fp8_per_token_head": None,
+}
+# where a cache of bytes holds FP8
+OF_FP8 = (None, "fp8_per_token_head")
 
 _NHD = "[num_blocks, block_size, heads_k, head_dim]"
 _NHD_V = "[num_blocks, block_size, heads_k, head_dim_v]"
@@ -37,22 +45,23 @@ def fp8_dtypes_of(device: torch.device, name: str) -> tuple[torch.dtype, torch.d
     return e4m3, torch.float8_e5m2fnuz if fnuz else torch.float8_e5m2
 
 
-def check_kv_dtype(kv_dtype: str | None) -> None:
-    """Check the name of an integer cache's dtype."""
-    check_choice("kv_dtype", kv_dtype, (None, *KV_DTYPES))
+def check_kv_dtype(kv_dtype: str | None, is_own: bool = False) -> None:
+    """Check the name of a cache's numbers; ``is_own``: vLLM's formats are not offered."""
+    check_choice("kv_dtype", kv_dtype, (None, *KV_DTYPES, *(() if is_own else PER_TOKEN_HEAD)))
 
 
 def stored_view(q: Tensor, cache: Tensor, kv_dtype: str | None) -> Tensor:
     """Return a cache in the dtype in which it is read; after this, uint8 always means int4."""
-    return fp8_view(q, cache) if kv_dtype is None else cache
+    return fp8_view(q, cache) if kv_dtype in OF_FP8 else cache
 
 
 def check_quantised(k_cache: Tensor, kv_dtype: str) -> None:
-    """Check a cache of integers; ``check_scale_caches`` checks its scales."""
-    if k_cache.dtype != KV_DTYPES[kv_dtype]:
-        raise TypeError(
-            f"k_cache must be {KV_DTYPES[kv_dtype]} for kv_dtype {kv_dtype!r}, got {k_cache.dtype}"
-        )
+    """Check a cache with scales of single tokens; ``check_scale_caches`` checks these."""
+    dtype = {**KV_DTYPES, **PER_TOKEN_HEAD}[kv_dtype]
+    if dtype is None:
+        dtype = check_fp8_hardware("k_cache", k_cache.device)
+    if k_cache.dtype != dtype:
+        raise TypeError(f"k_cache must be {dtype} for kv_dtype {kv_dtype!r}, got {k_cache.dtype}")
     if is_packed(k_cache):
         raise NotImplementedError(
             f"k_cache must be {_NHD} for kv_dtype {kv_dtype!r}, got {list(k_cache.shape)}"

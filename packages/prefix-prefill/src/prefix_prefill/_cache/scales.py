@@ -36,6 +36,11 @@ def check_scale_caches(
             raise TypeError(
                 f"{name} must be torch.float16, torch.bfloat16 or torch.float32, got {x.dtype}"
             )
+        if kv_dtype == "int4_per_token_head" and x.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"{name} must be torch.float32 for kv_dtype {kv_dtype!r}, which has zero points in "
+                f"the lowest bits, got {x.dtype}"
+            )
         check_device(name, x, "k_cache", k_cache)
         if x.shape != sizes[:3]:
             raise ValueError(

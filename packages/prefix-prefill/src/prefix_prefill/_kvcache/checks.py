@@ -100,7 +100,7 @@ def check(x: Given, cache_seqlens: Any, kv_dtype: str | None) -> None:
 
 
 def _check_caches(x: Given, kv_dtype: str | None) -> None:
-    cache_checks.check_kv_dtype(kv_dtype)
+    cache_checks.check_kv_dtype(kv_dtype, is_own=True)
     q, form = x.q, _ROWS if x.block_table is None else _PAGES
     stored, of = q.dtype, "of q"
     if kv_dtype is not None:

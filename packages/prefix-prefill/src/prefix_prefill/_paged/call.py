@@ -56,6 +56,8 @@ class Options(NamedTuple):
     invariant: bool = False
     # cascade: the call holds the suffix keys, so every sequence has a key for each of its queries
     own_keys: bool = False
+    # int4 counts from a zero point, which the lowest bits of its scale hold
+    zero_points: bool = False
 
 
 # those of an ordinary call, without a mask
@@ -94,6 +96,13 @@ class WriteTensors(NamedTuple):
     v_scale: Tensor | None
     k_scale_cache: Written | None
     v_scale_cache: Written | None
+
+
+class WriteCall(NamedTuple):
+    """All arguments of that operator; ``per_token_head``: scales and codes as vLLM makes them."""
+
+    tensors: WriteTensors
+    per_token_head: bool = False
 
 
 class Plan(Protocol):

@@ -83,6 +83,11 @@ def check_paged(
     check_device("k_cache", k_cache, "q", q)
     if kv_dtype is not None:
         check_quantised(k_cache, kv_dtype)
+        if k_cache.dtype == dtype:
+            raise NotImplementedError(
+                f"q must be torch.float16, torch.bfloat16 or torch.float32 for kv_dtype "
+                f"{kv_dtype!r}, got {dtype}"
+            )
     elif k_cache.dtype in FP8_DTYPES:
         check_fp8_cache(k_cache)
     elif k_cache.dtype not in FLOAT_DTYPES or (dtype in FLOAT_DTYPES and k_cache.dtype != dtype):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._cache.layout import INT_MAX, head_dim_of_values, is_packed
 from .call import Options, Tensors
-from .reference import attend, quantised, round_output, scaled, seen_keys
+from .reference import attend, coded, quantised, round_output, scaled, seen_keys
 
 # queries whose scores are computed at a time
 ROWS = 256
@@ -96,6 +96,7 @@ def reshape_and_cache(
     v_scale: Tensor | None,
     k_scale_cache: Tensor | None,
     v_scale_cache: Tensor | None,
+    per_token_head: bool = False,
 ) -> None:
     """Write tokens into their slots."""
     with torch.no_grad():
@@ -110,7 +111,12 @@ def reshape_and_cache(
             (v, v_cache, v_scale, v_scale_cache),
         ):
             values = x[: slot_mapping.shape[0]][kept]
-            if scales is not None:
+            if scales is not None and per_token_head:
+                values, made = coded(values, cache.dtype)
+                scales[pages, in_page] = made.to(scales.dtype)
+                if values.dtype.is_floating_point:
+                    values, cache = values.view(torch.uint8), cache.view(torch.uint8)
+            elif scales is not None:
                 values, scales[pages, in_page] = quantised(
                     values, INT_MAX[cache.dtype], scales.dtype
                 )

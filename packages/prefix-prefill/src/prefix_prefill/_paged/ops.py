@@ -27,6 +27,7 @@ from .call import (
     RowPlan,
     RowTensors,
     Tensors,
+    WriteCall,
     WritePlan,
     WriteTensors,
 )
@@ -64,7 +65,7 @@ def _reshape_and_cache_triton(*arguments: Any) -> None:
 
 
 def _check_slots(*arguments: Any) -> None:
-    x = WriteTensors(*arguments)
+    x = structured(WriteCall, arguments).tensors
     check_slots(x.k_cache, x.slot_mapping)
 
 
@@ -102,7 +103,7 @@ attention = register(
 )
 reshape_and_cache = register(
     f"{NAMESPACE}::reshape_and_cache",
-    f"({schema_of(WriteTensors)}) -> ()",
+    f"({schema_of(WriteCall)}) -> ()",
     fake=_nothing,
     kernels=_reshape_and_cache_triton,
     eager=paged_eager.reshape_and_cache,
@@ -143,13 +144,13 @@ def plan_of(x: Tensors, options: Options) -> Plan | None:
     return plan(x, options)
 
 
-def write_plan_of(x: WriteTensors) -> WritePlan | None:
+def write_plan_of(x: WriteTensors, per_token_head: bool = False) -> WritePlan | None:
     """Return a launcher that bypasses the operator, or None: see ``WritePlan``."""
     if x.k.device.type != "cuda":
         return None
     from .._cache.kernels.launch import write_plan_of as plan
 
-    return plan(x)
+    return plan(x, per_token_head)
 
 
 def kvcache_plans_of(

@@ -76,6 +76,7 @@ def paged_attention_reference(
     scales = k_scale_cache, v_scale_cache, kv_dtype
     check_scale_caches(k_cache, *scales, k_descale, v_descale, is_reference=True)
     options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
+    options = options._replace(zero_points=kv_dtype == "int4_per_token_head")
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     as_length("max_seqlen_k", max_seqlen_k)
     if tree_mask is not None:
@@ -147,10 +148,14 @@ def attend(x: Tensors, options: Options, at_once: int | None = None) -> tuple[Te
             (x.v_cache, x.v, x.v_descale, x.v_scale_cache),
         ):
             where = x.block_table[b], first, min(last, context)
-            part = unpacked(_cached(cache, *where, is_packed(x.k_cache)))
+            part = unpacked(_cached(cache, *where, is_packed(x.k_cache)), options.zero_points)
             part = scaled(part, _of_sequence(descale, b), dtype)
             if scales is not None:
-                part = part * _cached(scales, *where, False).to(dtype)[..., None]
+                scale = _cached(scales, *where, False)
+                if options.zero_points:
+                    bits = scale.to(torch.float32).view(torch.int32)
+                    part, scale = part - (bits & 15)[..., None], (bits & -16).view(torch.float32)
+                part = part * scale.to(dtype)[..., None]
             if dense and fresh is not None:
                 new = fresh[rows][max(first - context, 0) : max(last - context, 0)]
                 part = torch.cat([part, new.to(dtype)])
@@ -298,13 +303,16 @@ def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x * descale[:, None]
 
 
-def unpacked(codes: Tensor) -> Tensor:
-    """Return int4 codes, two per byte, one by one; return other dtypes unchanged."""
+def unpacked(codes: Tensor, zero_points: bool = False) -> Tensor:
+    """Return int4 codes, two per byte, one by one; return other dtypes unchanged.
+
+    ``zero_points``: the codes are 0 to 15, without a sign.
+    """
     if codes.dtype != torch.uint8:
         return codes
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8)
     # two's complement
-    return (both ^ 8) - 8
+    return both if zero_points else (both ^ 8) - 8
 
 
 def quantised(x: Tensor, largest: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -324,6 +332,33 @@ def quantised(x: Tensor, largest: int, scale_dtype: torch.dtype) -> tuple[Tensor
         low, high = (codes & 15).to(torch.uint8).reshape(pairs).unbind(-1)
         codes = low | high << 4
     return codes, scale
+
+
+def coded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the codes of rows and their scales as vLLM makes them, in fp32.
+
+    By the inverse of the scale, which is at least 1e-6; integers are rounded with halves away from
+    zero. uint8 is int4 from 0 to 15, two per byte, whose zero point is the low bits of the scale.
+    """
+
+    def nearest(x: Tensor) -> Tensor:
+        return torch.where(x >= 0, x + 0.5, x - 0.5).trunc()
+
+    x = x.float()
+    if dtype == torch.uint8:
+        least, largest = x.amin(-1), x.amax(-1)
+        scale = ((largest - least) / 15.0).clamp_min(1e-6)
+        zero = nearest(-least / scale).clamp(0, 15)
+        codes = nearest(x * (1.0 / scale)[..., None] + zero[..., None]).clamp(0, 15)
+        low, high = codes[..., ::2].to(torch.uint8), codes[..., 1::2].to(torch.uint8)
+        bits = scale.view(torch.int32) & -16 | zero.to(torch.int32)
+        return low | high << 4, bits.view(torch.float32)
+    most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = (x.abs().amax(-1) / most).clamp_min(1e-6)
+    codes = x * (1.0 / scale)[..., None]
+    if dtype == torch.int8:
+        codes = nearest(codes)
+    return codes.clamp(-most, most).to(dtype), scale
 
 
 def out_dtype_of(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.dtype:

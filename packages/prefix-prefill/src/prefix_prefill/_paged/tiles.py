@@ -312,6 +312,8 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and x.q.dtype in (torch.float16, torch.bfloat16)
         and x.out.dtype in (x.q.dtype, torch.float32)
         and (x.k_cache.dtype == x.q.dtype or words_of(x) != "")
+        and not options.zero_points
+        and (x.k_scale_cache is None or words_of(x) != "fp8")
         and x.out_scale is None
         and x.positions is None
         and x.tree_mask is None  # at most 64 queries; tree masks would cost all calls registers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +24,10 @@ from vllm.v1.attention.backend import (
 from ..api import paged_attn_func, reshape_and_cache
 
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+# caches with a scale of each token and head, which follows the numbers
+SCALED = ("int8_per_token_head", "int4_per_token_head", "fp8_per_token_head")
+_INT4 = "int4_per_token_head"
+_SCALE_BYTES = 4
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _LARGEST_HEAD_DIM = 256
 
@@ -31,7 +36,7 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """The capabilities that vLLM asks a backend for."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8, *SCALED]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -51,6 +56,16 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         # other sizes work, but then a tile of keys may begin inside a page
         return [MultipleOf(16)]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Make room for the two scales of a token and head, in bytes beside their numbers."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
+            return spec
+        numbers = spec.head_size + spec.head_size_v
+        if spec.kv_quant_mode.name == _INT4.upper():
+            numbers //= 2
+        return replace(spec, state_content_bytes=numbers + 2 * _SCALE_BYTES)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -94,7 +109,9 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
         device_capability: Any,
     ) -> str | None:
         """Return why the backend does not support this combination, or None if it does."""
-        is_fp8 = kv_cache_dtype in FP8
+        if kv_cache_dtype in SCALED and vllm.envs.VLLM_BATCH_INVARIANT:
+            return f"kv_cache_dtype {kv_cache_dtype} is not served under VLLM_BATCH_INVARIANT=1"
+        is_fp8 = kv_cache_dtype in (*FP8, "fp8_per_token_head")
         if device_capability is not None and torch.version.hip is None:
             capability = tuple(device_capability)
             if capability < (8, 0):
@@ -104,7 +121,7 @@ class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
         elif is_fp8 and not detect().supports_fp8:
             # what vLLM calls the capability of an AMD GPU says nothing of FP8: an MI200's is (9, 0)
             return f"an FP8 cache needs a GPU with FP8 (gfx942 or newer), got {detect()}"
-        if is_fp8 and dtype is torch.float32:
+        if kv_cache_dtype in FP8 and dtype is torch.float32:
             return "an FP8 cache is for models in fp16 or bf16"
         return None
 
@@ -206,7 +223,9 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         num_kv_heads: heads of keys and values. Default: None, ``num_heads``.
         alibi_slopes: a slope per head. Default: None.
         sliding_window: keys that a query sees, its own included. Default: None, all.
-        kv_cache_dtype: "auto", the model's dtype, or an FP8 dtype. Default: "auto".
+        kv_cache_dtype: "auto", the model's dtype, an FP8 dtype, or one with a scale of each token
+            and head: "int8_per_token_head", "int4_per_token_head" or "fp8_per_token_head".
+            Default: "auto".
         logits_soft_cap: cap of the scores. Default: None.
         attn_type: decoder, encoder or cross-attention. Default: decoder.
         kv_sharing_target_layer_name: the layer whose cache this one reads. Default: None.
@@ -256,7 +275,15 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             left = sliding_window - 1
             self.window = left, left if self.is_encoder else 0
         self.fp8_dtype = _fp8_dtype(kv_cache_dtype)
-        if self.is_encoder and self.fp8_dtype is not None:
+        self.scaled = kv_cache_dtype if kv_cache_dtype in SCALED else None
+        # int4: queries, keys and values are rotated, and their product has this factor
+        self.rotate: Callable[..., Tensor] | None = None
+        self.rotated = 1
+        if kv_cache_dtype == _INT4:
+            from vllm.v1.attention.ops.int4_per_token_head import single_rht
+
+            self.rotate, self.rotated = single_rht, head_size & -head_size
+        if self.is_encoder and (self.fp8_dtype or self.scaled) is not None:
             raise NotImplementedError(
                 f"kv_cache_dtype must be 'auto' for an encoder, which has no cache, got "
                 f"{kv_cache_dtype!r}"
@@ -264,7 +291,7 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return whether the output may have this quantisation: FP8 with one static scale."""
-        if self.invariant:
+        if self.invariant or self.rotate is not None:
             return False
         from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
@@ -291,7 +318,8 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             key: ``[tokens, num_kv_heads, head_size]``; only read in an encoder, which has no cache.
             value: ``[tokens, num_kv_heads, head_size]``; only read in an encoder.
             kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, any strides: a token's
-                key, then its value.
+                key, then its value. With a scale of each token and head, bytes: the key, its scale,
+                the value, its scale.
             attn_metadata: metadata of the step; None while vLLM measures memory: zeros.
             output: ``[tokens, num_heads, head_size]``.
             output_scale: fp32, one element, for an FP8 ``output``. Default: None.
@@ -316,8 +344,14 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             k_cache, v_cache = self._pages(kv_cache)
         if self.fp8_dtype is not None:
             given["k_descale"], given["v_descale"] = layer._k_scale, layer._v_scale
+        elif self.scaled is not None:
+            given |= self._scales(kv_cache)
+        query, out = query[:tokens], output[:tokens]
+        if self.rotate is not None:
+            query = self.rotate(query.float()).to(query.dtype)
+            out = torch.empty_like(query)
         paged_attn_func(
-            query[:tokens],
+            query,
             k_cache,
             v_cache,
             attn_metadata.block_table,
@@ -325,17 +359,19 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             attn_metadata.seq_lens,
             attn_metadata.max_query_len,
             attn_metadata.max_seq_len,
-            softmax_scale=self.scale,
+            softmax_scale=self.scale / self.rotated,
             causal=attn_metadata.causal and not self.is_encoder,
             window_size=self.window,
             softcap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
-            out=output[:tokens],
+            out=out,
             out_scale=output_scale,
             invariant=self.invariant,
             **given,
         )
+        if self.rotate is not None:
+            output[:tokens] = self.rotate(out.float(), inverse=True) / self.rotated
         return output
 
     def do_kv_cache_update(
@@ -344,9 +380,13 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         """Write a step's keys and values into the cache; an encoder has none."""
         if self.is_encoder:
             return
-        scales = {}
+        scales: dict[str, Any] = {}
         if self.fp8_dtype is not None:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        elif self.scaled is not None:
+            scales = self._scales(kv_cache)
+        if self.rotate is not None:
+            key, value = (self.rotate(x.float()).to(x.dtype) for x in (key, value))
         reshape_and_cache(key, value, *self._pages(kv_cache), slot_mapping, **scales)
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,7 +394,19 @@ class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         pages = kv_cache.transpose(1, 2)
         if self.fp8_dtype is not None:
             pages = pages.view(self.fp8_dtype)
-        return pages[..., : self.head_size], pages[..., self.head_size :]
+        if self.scaled is None:
+            return pages[..., : self.head_size], pages[..., self.head_size :]
+        half = pages.shape[3] // 2
+        return pages[..., : half - _SCALE_BYTES], pages[..., half:-_SCALE_BYTES]
+
+    def _scales(self, kv_cache: Tensor) -> dict[str, Any]:
+        """Return the scales of keys and values, each ``[blocks, block_size, num_kv_heads]``."""
+        pages, half = kv_cache.transpose(1, 2), kv_cache.shape[3] // 2
+        k, v = (
+            pages[..., end - _SCALE_BYTES : end].view(torch.float32)[..., 0]
+            for end in (half, 2 * half)
+        )
+        return {"kv_dtype": self.scaled, "k_scale_cache": k, "v_scale_cache": v}
 
 
 def _fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:

@@ -94,6 +94,7 @@ class Options(NamedTuple):
     SCALE_PER_HEAD: Constant = False
     FP8_MAX: Constant = 0.0  # largest finite value of an fp8 cache, 0 for other caches
     OVERLAP: Constant = False  # programs start while the previous kernel runs (PDL)
+    PER_TOKEN_HEAD: Constant = False  # scales and codes as vLLM makes them
     HEADS_Q: Constant = 0
     ROTARY_DIM: Constant = 0  # 0: nothing is rotated
     INTERLEAVED: Constant = False

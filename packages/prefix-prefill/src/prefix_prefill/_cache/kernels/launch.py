@@ -7,10 +7,11 @@ from typing import Any
 from attn_common import cdiv, detect, fp8_info
 
 from ..._linked.host.forms import Memory
+from ..._linked.host.operators import structured
 from ..._linked.launch.entries import flat
 from ..._linked.launch.kernels import Kernel
 from ..._linked.launch.runtime import MAX_COUNTS, Launch, aligned, is_aligned, row_bytes
-from ..._paged.call import WriteTensors
+from ..._paged.call import WriteCall, WriteTensors
 from ..layout import INT_MAX
 from .addressing import CacheForm, one_form, row_strides, strides_of
 from .arguments import Numbers, Options, SlotStrides
@@ -23,21 +24,22 @@ BLOCK_T = 16
 
 def launch_reshape_and_cache(*arguments: Any) -> None:
     """Run the operator that writes into a cache on checked inputs; see ``ops.py``."""
-    x = WriteTensors(*arguments)
+    x, per_token_head = structured(WriteCall, arguments)
     tokens = x.slot_mapping.shape[0]
     x = x._replace(k=aligned(x.k[:tokens]), v=aligned(x.v[:tokens]))
-    WritePlan(x).run(x)
+    WritePlan(x, per_token_head).run(x)
 
 
-def write_plan_of(x: WriteTensors) -> WritePlan | None:
+def write_plan_of(x: WriteTensors, per_token_head: bool) -> WritePlan | None:
     """Return a launcher for writes like ``x``, or None if tensors have to be copied first."""
-    return WritePlan(x) if is_aligned(x.k) and is_aligned(x.v) else None
+    fits = is_aligned(x.k) and is_aligned(x.v)
+    return WritePlan(x, per_token_head) if fits else None
 
 
 class WritePlan:
     """Launcher of the writes with one signature; it depends on no data and on no token count."""
 
-    def __init__(self, x: WriteTensors) -> None:
+    def __init__(self, x: WriteTensors, per_token_head: bool) -> None:
         """Prepare writes like ``x``, whose ``k`` and ``v`` are aligned (see ``aligned``)."""
         self._heads_k = x.k.shape[1]
         cache = CacheForm(x.k_cache, x.v_cache)
@@ -71,6 +73,7 @@ class WritePlan:
             SCALE_PER_HEAD=self._per_head,
             FP8_MAX=fp8_info(x.k_cache.dtype).max if is_fp8 else 0.0,
             OVERLAP=overlap,
+            PER_TOKEN_HEAD=per_token_head,
         )
         constants = {"OPTIONS": asked, "num_warps": 4, "num_stages": 1}
         if overlap:

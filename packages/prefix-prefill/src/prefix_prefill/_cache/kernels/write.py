@@ -76,6 +76,40 @@ def _quantised(values, INT_MAX: tl.constexpr, SCALE_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _coded(values, LARGEST: tl.constexpr, LEAST: tl.constexpr, IS_INT: tl.constexpr):
+    """Return codes and scales of rows as vLLM makes them: by the inverse, halves away from zero."""
+    values = values.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1) / LARGEST, 1e-6)  # [BLOCK_T]
+    codes = values * (1.0 / scale)[:, None]
+    if IS_INT:
+        # the cast to an integer truncates
+        codes = tl.where(codes >= 0, codes + 0.5, codes - 0.5)
+    return tl.clamp(codes, LEAST, LARGEST), scale
+
+
+@triton.jit
+def _nearest(x):
+    """Round to an integer, halves away from zero, from 0 to 15; return it in fp32."""
+    x = tl.where(x >= 0, (x + 0.5).to(tl.int32), (x - 0.5).to(tl.int32))
+    return tl.clamp(x.to(tl.float32), 0.0, 15.0)
+
+
+@triton.jit
+def _coded_from_zero(values, VECTOR: tl.constexpr):
+    """Return codes of 4 bits without a sign, and scales whose lowest bits are the zero points."""
+    values = values.to(tl.float32)
+    exists = (tl.arange(0, VECTOR.BLOCK_D) < VECTOR.HEAD_DIM)[None, :]  # [1, BLOCK_D]
+    least = tl.min(tl.where(exists, values, float("inf")), 1)  # [BLOCK_T]
+    largest = tl.max(tl.where(exists, values, float("-inf")), 1)
+    scale = tl.maximum((largest - least) / 15.0, 1e-6)
+    zero = _nearest(-least / scale)
+    inverse = 1.0 / scale
+    codes = _nearest(values * inverse[:, None] + zero[:, None])
+    bits = scale.to(tl.int32, bitcast=True) & -16 | zero.to(tl.int32)
+    return codes, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _packed(codes):
     """Return bytes of two codes of 4 bits, the first in the low bits."""
     codes = codes.to(tl.int32) & 15  # [BLOCK_T, BLOCK_D]
@@ -89,11 +123,22 @@ def store(values, side, head, page, slot, inside, VECTOR: tl.constexpr, OPTIONS:
     cache, scales = side.cache, side.scales
     cols = tl.arange(0, VECTOR.BLOCK_D)  # [BLOCK_D]
     rows = page * cache.page + slot * cache.slot + head * cache.head
-    if OPTIONS.INT_MAX > 0:
+    if OPTIONS.INT_MAX > 0 or OPTIONS.PER_TOKEN_HEAD:
         at = page * scales.page + slot * scales.slot + head * scales.head
-        codes, scale = _quantised(values, OPTIONS.INT_MAX, side.scale_cache_ptr.dtype.element_ty)
+        if not OPTIONS.PER_TOKEN_HEAD:
+            stored: tl.constexpr = side.scale_cache_ptr.dtype.element_ty
+            codes, scale = _quantised(values, OPTIONS.INT_MAX, stored)
+        elif OPTIONS.INT_MAX == 7:
+            codes, scale = _coded_from_zero(values, VECTOR)
+        elif OPTIONS.INT_MAX > 0:
+            codes, scale = _coded(values, 127.0, -128.0, True)
+        else:
+            codes, scale = _coded(values, OPTIONS.FP8_MAX, -OPTIONS.FP8_MAX, False)
         tl.store(side.scale_cache_ptr + at, scale, mask=inside)
-        if OPTIONS.INT_MAX == 7:
+        if OPTIONS.INT_MAX == 0:
+            codes = codes.to(side.cache_ptr.dtype.element_ty)
+            _store_rows(codes, side, rows, inside, cols, VECTOR)
+        elif OPTIONS.INT_MAX == 7:
             cols = tl.arange(0, VECTOR.BLOCK_D // 2)  # [BLOCK_D // 2]
             codes = _packed(codes).to(tl.uint8)
             _store_rows(codes, side, rows, inside, cols, VECTOR)

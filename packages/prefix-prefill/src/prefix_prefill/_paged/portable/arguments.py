@@ -96,6 +96,7 @@ class SourceLayout(NamedTuple):
     SLICES: Any = 1  # numbers per word; 1: no words
     WORD_BITS: Any = 0  # 16; 0: words are elements of the cache
     SCALED: Any = False  # scales per slot and head
+    ZERO_POINTS: Any = False  # in the lowest bits of the scales
 
 
 class Options(NamedTuple):

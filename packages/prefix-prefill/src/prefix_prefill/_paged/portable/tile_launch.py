@@ -252,6 +252,7 @@ def _options_of(
         SLICES=slices,
         WORD_BITS=cache.word_bits,
         SCALED=x.k_scale_cache is not None,
+        ZERO_POINTS=options.zero_points,
     )
     new = None
     if x.k is not None and x.v is not None:

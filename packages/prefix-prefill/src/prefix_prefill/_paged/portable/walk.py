@@ -88,6 +88,39 @@ def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
+def _parted(scale):
+    """Return scales, and how far the zero points in their lowest bits are below 8."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return (bits & -16).to(tl.float32, bitcast=True), (8 - (bits & 15)).to(tl.float32)
+
+
+@triton.jit
+def _signed(words):
+    """Turn codes of 4 bits from 0 to 15 into those of two's complement that are 8 less."""
+    EACH: tl.constexpr = -30584 if words.dtype == tl.int16 else 136
+    return words ^ tl.full([], EACH, words.dtype)
+
+
+@triton.jit
+def _total(slices):
+    """Return the sum of each row, ``[BLOCK_M]``."""
+    total = tl.sum(slices[0].to(tl.float32), 1)
+    for i in tl.static_range(1, len(slices)):
+        total += tl.sum(slices[i].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def _moved(acc, by):
+    """Return slices of an accumulator with a number of each row added."""
+    if len(acc) == 2:
+        acc = acc[0] + by[:, None], acc[1] + by[:, None]
+    else:
+        acc = acc[0] + by[:, None], acc[1] + by[:, None], acc[2] + by[:, None], acc[3] + by[:, None]
+    return acc
+
+
+@triton.jit
 def _multiply(q, k, TILE: tl.constexpr):
     """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of slices."""
     s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
@@ -116,7 +149,9 @@ def _add_values(acc, alpha, p, v, scale, TILE: tl.constexpr):
         unit = tl.max(scale, 0)
         unit = tl.where(unit > 0, unit, 1.0) / _LARGEST_WEIGHT
         p *= (scale / unit)[None, :]
-        if len(acc) == 2:
+        if len(acc) == 1:
+            acc = (_accumulate_scaled(acc[0], alpha, p, v[0], unit, TILE),)
+        elif len(acc) == 2:
             acc = (
                 _accumulate_scaled(acc[0], alpha, p, v[0], unit, TILE),
                 _accumulate_scaled(acc[1], alpha, p, v[1], unit, TILE),
@@ -170,8 +205,9 @@ def _attend(
     V_WORDS: tl.constexpr = LAYOUT.V_WORDS
     WIDE: tl.constexpr = queries.q[0].dtype
     STORED: tl.constexpr = problem.tensors.k_cache_ptr.dtype.element_ty
-    # fp16 holds all numbers of 8 bits; bf16 holds scaled weights of any size
-    NARROW: tl.constexpr = tl.bfloat16 if LAYOUT.SCALED else tl.float16
+    # fp16 holds all numbers of 8 bits; bf16 holds scaled weights of any size, and integers
+    IS_INT: tl.constexpr = tl.int8 == STORED or tl.uint8 == STORED
+    NARROW: tl.constexpr = tl.bfloat16 if LAYOUT.SCALED and IS_INT else tl.float16
     Q: tl.constexpr = problem.tensors.q_ptr.dtype.element_ty
     WEIGHTS: tl.constexpr = Q if tl.float32 == Q or tl.float16 == Q else NARROW
     scores = problem.numbers.scores
@@ -186,6 +222,8 @@ def _attend(
     )
     if LAYOUT.SCALED:
         next_scales = _scales_of(source, next_pages, next_begin, steps, walk, PAGE, BLOCK_N)
+    if LAYOUT.ZERO_POINTS:
+        q_total = _total(queries.q)  # [BLOCK_M]
     for step in tl.range(0, steps):
         begin, pages, pages_v = next_begin, next_pages, next_pages_v
         next_begin, next_pages, next_pages_v = _next_tile(
@@ -213,9 +251,19 @@ def _attend(
             s = _multiply((matched(queries.q[0], k),), (k,), TILE)
         else:
             k = load_rows(source.k, k_rows, inside, cols, K, K_WORDS, MASKED)
+            if LAYOUT.ZERO_POINTS:
+                k = _signed(k)
             s = _multiply(queries.q, slices_of(k, WIDE, STORED, SLICES, TILE.PTX), TILE)
+        if LAYOUT.ZERO_POINTS:
+            k_scale, k_below = _parted(scales[0])  # [BLOCK_N]
+            v_scale, v_below = _parted(scales[1])
+            s += q_total[:, None] * k_below[None, :]
+        elif LAYOUT.SCALED:
+            k_scale, v_scale = scales
+        else:
+            v_scale = None
         if LAYOUT.SCALED:
-            s *= scales[0][None, :]
+            s *= k_scale[None, :]
         if OPTIONS.FOLD and not MASKED:
             # the scale goes into the multiply-add of exp2; it is positive, so max commutes with it
             factor = source.scale * LOG2E
@@ -253,8 +301,12 @@ def _attend(
         if SLICES == 1:
             v = (matched(v, queries.q[0]),)
         else:
+            if LAYOUT.ZERO_POINTS:
+                v = _signed(v)
             v = slices_of(v, WEIGHTS, STORED, SLICES, TILE.PTX)
-        acc = _add_values(acc, alpha, p, v, scales[1] if LAYOUT.SCALED else None, TILE)
+        acc = _add_values(acc, alpha, p, v, v_scale, TILE)
+        if LAYOUT.ZERO_POINTS:
+            acc = _moved(acc, tl.sum(p * (v_scale * v_below)[None, :], 1))
         m_i = m_new
     return Softmax(acc, l_i, m_i)
 
