@@ -7,6 +7,8 @@ caches are full, and every unused slot is NaN.
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from prefix_prefill import chunked_prefill_paged_decode, context_attention_fwd
@@ -191,3 +193,22 @@ def test_engine_s_case_of_an_exact_table(function, device):
     case = make_case(problem, torch.float16, device)
     table = case.options["block_table"][:, :4].contiguous()
     judge(function, case.with_options(block_table=table), problem)
+
+
+# of vLLM 0.33, in which callers pass arguments by position too
+ORDERS = {
+    context_attention_fwd: "q k v o kv_cache_dtype k_cache v_cache b_loc b_start_loc b_seq_len "
+    "max_seq_len max_input_len k_scale v_scale alibi_slopes sliding_window sm_scale skip_decode "
+    "fp8_out_scale sinks is_block_table_ptr interleaved_v_pack_factor causal",
+    chunked_prefill_paged_decode: "query key value output kv_cache_dtype key_cache value_cache "
+    "block_table query_start_loc seq_lens max_seq_len max_query_len k_scale v_scale alibi_slopes "
+    "sliding_window sm_scale output_scale sinks is_block_table_ptr use_interleaved_v_cache causal",
+}
+
+
+@BOTH
+def test_arguments_stand_in_the_order_of_engines(function):
+    found = inspect.signature(function).parameters.values()
+    by_position = [x.name for x in found if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert by_position == ORDERS[function].split()
+    assert [x.name for x in found if x.kind is x.KEYWORD_ONLY] == ["invariant"]

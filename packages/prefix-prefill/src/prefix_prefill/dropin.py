@@ -79,10 +79,10 @@ def context_attention_fwd(
     skip_decode: bool = False,
     fp8_out_scale: Tensor | None = None,
     sinks: Tensor | None = None,
-    *,
-    causal: bool = True,
     is_block_table_ptr: bool = False,
     interleaved_v_pack_factor: int = 0,
+    causal: bool = True,
+    *,
     invariant: bool = False,
 ) -> None:
     """Attend to cached and to new keys; a drop-in for engines.
@@ -117,9 +117,9 @@ def context_attention_fwd(
         fp8_out_scale: fp32, one element: ``o`` is FP8 and stores ``out / scale``, saturated.
             Default: None.
         sinks: as in :func:`paged_attn_func`. Default: None.
-        causal: as in :func:`paged_attn_func`. Default: True.
         is_block_table_ptr: ``b_loc`` holds addresses. Not supported: must be False.
         interleaved_v_pack_factor: interleaving of values. Not supported: must be 0.
+        causal: as in :func:`paged_attn_func`. Default: True.
         invariant: as in :func:`paged_attn_func`. An FP8 cache must then hold the new keys: ``k``
             and ``v`` are None. Default: False.
 
@@ -163,10 +163,10 @@ def chunked_prefill_paged_decode(
     sm_scale: float | None = None,
     output_scale: Tensor | None = None,
     sinks: Tensor | None = None,
-    *,
-    causal: bool = True,
     is_block_table_ptr: bool = False,
     use_interleaved_v_cache: bool = False,
+    causal: bool = True,
+    *,
     invariant: bool = False,
 ) -> None:
     """Attend as :func:`context_attention_fwd` does, except in sequences with one query.
