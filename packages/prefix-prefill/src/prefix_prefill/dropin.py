@@ -220,8 +220,8 @@ def _attend(
     if known is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_tensor(name, x)
-    k_cache = _as_stored("k_cache", k_cache, kv_cache_dtype)
-    v_cache = _as_stored("v_cache", v_cache, kv_cache_dtype)
+    k_cache = as_stored("k_cache", k_cache, kv_cache_dtype)
+    v_cache = as_stored("v_cache", v_cache, kv_cache_dtype)
     if known is None:
         paged_checks.check_paged(q, k_cache, v_cache, k, v)
         window = _window(sliding_window)
@@ -303,7 +303,7 @@ def _refuse(name: str, given: object, offered: object) -> None:
         )
 
 
-def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
+def as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
     """Return a cache as a view in the dtype that ``kv_cache_dtype`` names."""
     if isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto":
         if cache.dtype == torch.uint8:

@@ -33,14 +33,15 @@ def merge_attn_states(
         ValueError: on a shape or a device.
         NotImplementedError: on an input that requires a gradient.
     """
-    _check(out_a, lse_a, out_b, lse_b)
+    check_states(out_a, lse_a, out_b, lse_b)
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
     ops.merge_states(out_a, lse_a, out_b, lse_b, None, out, lse)
     return out, lse
 
 
-def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+def check_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Check the results that are merged."""
     for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         check_tensor(name, x)
         if name.startswith("lse"):
