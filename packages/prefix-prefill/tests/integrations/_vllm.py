@@ -51,6 +51,10 @@ class AttentionBackend(ABC):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(1)]
 
+    @classmethod
+    def is_mla(cls) -> bool:
+        return False
+
     @staticmethod
     @abstractmethod
     def get_name() -> str: ...
@@ -251,6 +255,59 @@ def __getattr__(name: str) -> bool:
     return os.environ.get(name, "0") == "1"
 
 
+class QueryLenSupport(enum.Enum):
+    SINGLE_ONLY = "single_only"
+    UNIFORM = "uniform"
+    VARLEN = "varlen"
+
+
+class MLACommonMetadata(AttentionMetadata):
+    pass
+
+
+class MLACommonBackend(AttentionBackend):
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.SINGLE_ONLY
+    supports_non_causal_multi_token_decode: ClassVar[bool] = False
+    dcp_world_size = 1
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> M:
+        raise NotImplementedError
+
+
+class MLACommonImpl(ABC, Generic[M]):
+    @abstractmethod
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: M,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+LATENT = (
+    QueryLenSupport,
+    MLACommonMetadata,
+    MLACommonBackend,
+    MLACommonMetadataBuilder,
+    MLACommonImpl,
+)
 BACKEND = (
     AttentionType,
     MultipleOf,
@@ -264,6 +321,7 @@ BACKEND = (
 STAND_INS = {
     "vllm.envs": {"__getattr__": __getattr__},
     "vllm.v1.attention.backend": {x.__name__: x for x in BACKEND},
+    "vllm.model_executor.layers.attention.mla_attention": {x.__name__: x for x in LATENT},
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": AttentionBackendEnum,
         "register_backend": register_backend,

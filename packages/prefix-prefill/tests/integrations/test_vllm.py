@@ -522,8 +522,10 @@ def test_registering_twice_and_beside_another(backend, name):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     integration.register()
-    assert AttentionBackendEnum[name].get_class() is backend
-    assert AttentionBackendEnum[backend.get_name()].get_class() is backend
+    registered = AttentionBackendEnum[name].get_class()
+    assert registered.is_mla() == (name == "PREFIX_PREFILL_MLA")
+    assert AttentionBackendEnum[registered.get_name()].get_class() is registered
+    assert AttentionBackendEnum["CUSTOM"].get_class() is backend
     register_backend(AttentionBackendEnum[name], "another.Backend")
     try:
         with pytest.warns(RuntimeWarning, match=rf"{name}: another\.Backend"):
@@ -546,6 +548,107 @@ def test_a_process_without_plugins_unpickles_the_name(backend):
     found = pickle.loads(sent)
     assert found is AttentionBackendEnum["PREFIX_PREFILL"] is not member
     assert found.get_class() is backend
+
+
+@pytest.fixture
+def latent():
+    integration.register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum["PREFIX_PREFILL_MLA"].get_class()
+
+
+def latent_layer(latent: Any, ranks: int = 1, kv_cache_dtype: str = "auto") -> Any:
+    """Return a layer without what vLLM's own part of it needs."""
+    cls = latent.get_impl_cls()
+    impl = cls.__new__(cls)
+    impl.kv_lora_rank, impl.scale, impl.dcp_world_size = 512, 0.04, ranks
+    impl.kv_cache_dtype = kv_cache_dtype
+    return impl
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "causal", "ranks"), [(1, True, 1), (3, True, 1), (3, False, 1), (1, True, 2)]
+)
+def test_decoding_of_latent_attention(
+    latent, queries, causal, ranks, invariant, device, monkeypatch
+):
+    if invariant:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert latent.is_mla()
+    made = torch.Generator().manual_seed(4)
+    cache = torch.randn(6, PAGE, 576, generator=made).to(device, torch.bfloat16)
+    q = torch.randn(3 * queries, 4, 576, generator=made).to(device, torch.bfloat16)
+    table = torch.tensor([[4, 1, 0], [5, 2, 3], [0, 0, 0]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([20, 33, 0], dtype=torch.int32, device=device)
+    # the third sequence is padding
+    starts = torch.tensor([0, queries, 2 * queries, 2 * queries, 99], dtype=torch.int32)
+    metadata = SimpleNamespace(
+        decode=SimpleNamespace(block_table=table, seq_lens=lengths),
+        query_start_loc=starts.to(device),
+        max_seq_len=40,
+        causal=causal,
+    )
+    impl = latent_layer(latent, ranks)
+    parts = q[..., :512], q[..., 512:]
+    out, lse = impl.forward_mqa(parts, cache, metadata, ONES)
+    assert (lse is None) == (ranks == 1)
+    for b in range(2):
+        keys = cache[table[b].long()].flatten(0, 1)[: int(lengths[b])].double()
+        rows = slice(b * queries, (b + 1) * queries)
+        s = torch.einsum("qhd,kd->qhk", q[rows].double(), keys) * 0.04
+        if causal:
+            ahead = torch.arange(queries, device=device) + len(keys) - queries
+            hidden = torch.arange(len(keys), device=device) > ahead[:, None]
+            s = s.masked_fill(hidden[:, None], -torch.inf)
+        close(out[rows], (s.softmax(-1) @ keys[:, :512]).cpu(), torch.bfloat16)
+        if lse is not None:
+            torch.testing.assert_close(lse[rows].double(), s.logsumexp(-1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")
+def test_decoding_of_latent_attention_over_fp8(latent, device):
+    if not detect(device).supports_fp8:
+        pytest.skip("no FP8")
+    stored = getattr(torch, fp8_dtype(detect(device)))
+    made = torch.Generator().manual_seed(4)
+    cache = torch.randn(3, PAGE, 576, generator=made).to(device).to(stored)
+    q = torch.randn(1, 4, 576, generator=made).to(device, torch.bfloat16)
+    metadata = SimpleNamespace(
+        decode=SimpleNamespace(
+            block_table=torch.tensor([[2, 0, 1]], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([40], dtype=torch.int32, device=device),
+        ),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        max_seq_len=40,
+        causal=True,
+    )
+    layer = Layer(*(torch.tensor(x, device=device) for x in (0.5, 9.0)))
+    impl = latent_layer(latent, kv_cache_dtype="fp8")
+    out, _ = impl.forward_mqa(q, cache.view(torch.uint8), metadata, layer)
+    keys = cache.double()[[2, 0, 1]].flatten(0, 1)[:40] * 0.5
+    s = torch.einsum("qhd,kd->qhk", q.double(), keys) * 0.04
+    close(out, (s.softmax(-1) @ keys[:, :512]).cpu(), torch.bfloat16)
+
+
+def test_what_latent_attention_does_not_serve(latent):
+    cls, given = latent.get_impl_cls(), [4, 576, 0.04, 1, None, None, "auto", None, "decoder", None]
+    for place, name, value in (
+        (4, "alibi_slopes", [0.5] * 4),
+        (5, "sliding_window", 7),
+        (7, "logits_soft_cap", 2.0),
+        (8, "attn_type", "encoder"),
+    ):
+        wrong = given[:place] + [value] + given[place + 1 :]
+        with pytest.raises(NotImplementedError, match=f"{name} must be"):
+            cls(*wrong, kv_lora_rank=512)
+    with pytest.raises(NotImplementedError, match="head_dim_v must be"):
+        cls(*given, kv_lora_rank=571)
+    assert cls.supports_dcp
+    assert latent.supports_batch_invariance()
+    builder_cls = latent.get_builder_cls()
+    assert builder_cls.query_len_support.name == builder_cls._cudagraph_support.name[:7]
 
 
 @pytest.mark.skipif(

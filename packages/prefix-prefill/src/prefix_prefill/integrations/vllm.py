@@ -14,11 +14,14 @@ sliding windows, softcap, ALiBi and sinks, in fp16, bf16 and fp32, over caches o
 or FP8 with a scale per tensor or KV head. It takes pages of any size in all of vLLM's layouts and
 needs no workspace. Batches of any mixture of prefill and decode are captured in full CUDA graphs.
 Under ``VLLM_BATCH_INVARIANT=1`` the bits of a token's output depend on its own sequence alone, and
-ALiBi is refused. vLLM refuses at start what the backend does not support: MLA, bidirectional
-multimodal prefixes, context parallelism over ranks.
+ALiBi is refused. vLLM refuses at start what the backend does not support: bidirectional multimodal
+prefixes, context parallelism over ranks.
 
-The classes are in :mod:`prefix_prefill.integrations._vllm_backend`, which vLLM imports if the
-backend is selected. They implement vLLM 0.33's interface.
+``--attention-backend PREFIX_PREFILL_MLA`` serves models with multi-head latent attention: decoding,
+also where the keys of a sequence are spread over ranks; vLLM computes their prefill.
+
+The classes are in :mod:`prefix_prefill.integrations._vllm_backend` and ``_vllm_mla``, which vLLM
+imports if a backend is selected. They implement vLLM 0.33's interface.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from .._linked.host.versions import need
 __all__ = ["register"]
 
 BACKEND = "prefix_prefill.integrations._vllm_backend.PagedAttentionBackend"
-NAMES = {"PREFIX_PREFILL": BACKEND, "CUSTOM": BACKEND}
+LATENT = "prefix_prefill.integrations._vllm_mla.LatentAttentionBackend"
+NAMES = {"PREFIX_PREFILL": BACKEND, "PREFIX_PREFILL_MLA": LATENT, "CUSTOM": BACKEND}
 
 
 def register() -> None:
