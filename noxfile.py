@@ -490,13 +490,16 @@ def architectures(session: nox.Session) -> None:
 
 @nox.session(requires=["build"], default=False)
 def vllm(session: nox.Session) -> None:
-    """Run the tests of prefix-prefill's backend for vLLM on vLLM's own code, on the CPU."""
+    """Run prefix-prefill's tests for vLLM on vLLM's own code, and its engine, on the CPU."""
     install(session, "prefix-prefill")
     session.install("--no-compile", "--no-deps", *group("vllm", PROJECTS["prefix-prefill"]))
     path = ROOT / "packages" / "prefix-prefill"
     # what vLLM warns of as it is imported is no concern of these tests
-    report = "prefix-prefill-vllm"
-    pytest(session, path, "eager", report, "tests/integrations/test_vllm.py", "-W", "ignore")
+    tests = [f"tests/integrations/test_vllm{part}.py" for part in ("", "_ops", "_engine")]
+    pytest(session, path, "eager", "prefix-prefill-vllm", *tests, "-W", "ignore")
+    # where no GPU is visible by name, vLLM leaves its Triton kernels to the interpreter
+    report, hidden = "prefix-prefill-vllm-interpreted", {"CUDA_VISIBLE_DEVICES": ""}
+    pytest(session, path, "interpreter", report, *tests[:2], "-W", "ignore", **hidden)
 
 
 @nox.session(default=False)
