@@ -75,7 +75,7 @@ def seen_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
 def key_range(first_row, last_row, mask, OPTIONS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
     first, last, full_first, full_last = seen_keys(first_row, last_row, mask, OPTIONS)
-    return _walk(first, last, full_first, full_last, BLOCK)
+    return walk_over(first, last, full_first, full_last, BLOCK)
 
 
 @triton.jit
@@ -97,11 +97,11 @@ def query_range(first_key, last_key, mask, OPTIONS: tl.constexpr, BLOCK: tl.cons
         full_last = tl.maximum(full_last, 0)
     if last_key >= mask.seqlen_k:
         full_last = 0
-    return _walk(first, last, full_first, full_last, BLOCK)
+    return walk_over(first, last, full_first, full_last, BLOCK)
 
 
 @triton.jit
-def _walk(first, last, full_first, full_last, BLOCK: tl.constexpr):
+def walk_over(first, last, full_first, full_last, BLOCK: tl.constexpr):
     """Return the ``Walk`` over tokens ``[first, last)``; every row of the block sees the full."""
     start = first // BLOCK * BLOCK
     full_end = full_last // BLOCK * BLOCK

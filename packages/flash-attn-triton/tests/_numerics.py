@@ -83,6 +83,20 @@ def _bias(batch: bool, head: bool, row: bool, col: bool, dtype: torch.dtype | No
     return make
 
 
+def _spans(batch: bool, count: int) -> Any:
+    """Spans around a diagonal, with ends inside tiles and past the keys; some rows see nothing."""
+
+    def make(m: Maker, s: Shape) -> dict[str, Any]:
+        size = (s.batch if batch else 1, s.seqlen_q, count)
+        place = torch.arange(s.seqlen_q, device=m.device)[None, :, None] * s.seqlen_k
+        place = place.float() / max(s.seqlen_q, 1)
+        start, length = (m.uniform(*size, low=0.0, high=s.seqlen_k / 2) for _ in range(2))
+        start = (place - start).int()
+        return {"spans": torch.stack([start, start + length.int() * 2 - 3], -1).int()}
+
+    return make
+
+
 # name: arguments of a call, made for a shape. Two features go together when they set different
 # arguments; values are of an order at which a kernel that ignored them would be far off.
 FEATURES: dict[str, Feature] = {
@@ -100,6 +114,9 @@ FEATURES: dict[str, Feature] = {
     "bias_keys": _bias(True, False, False, True),
     "sinks": lambda m, s: {"sinks": m.randn(s.heads_q, dtype=torch.float32)},
     "dropout": fixed(dropout_p=0.3),
+    "spans": _spans(False, 1),
+    "spans_batch": _spans(True, 1),
+    "spans_two": _spans(True, 2),
     "scale_zero": fixed(softmax_scale=0.0),
     "scale_negative": fixed(softmax_scale=-0.7),
 }
@@ -146,6 +163,10 @@ def make_packed(
     made.update(max_seqlen_q=fixed.seqlen_q, max_seqlen_k=fixed.seqlen_k)
     for name in features:
         made.update(FEATURES[name](m, fixed))
+    if "spans" in made:
+        spans = made["spans"].expand(fixed.batch, *made["spans"].shape[1:])
+        rows = [own[:length] for own, length in zip(spans, shape.lengths_q, strict=True)]
+        made["spans"] = torch.cat([*rows, spans.new_zeros(shape.padding, *spans.shape[2:])])
     return _split(made, packed=True)
 
 

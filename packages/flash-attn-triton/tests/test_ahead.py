@@ -173,7 +173,7 @@ def test_what_is_built_is_what_is_launched(gpu, packed, monkeypatch):
         call = ForwardCall(Tensors(*x, *some), *numbers, torch.bfloat16)
         out, lse = launch.launch_forward(call)
         given = BackwardCall(
-            out, *x, out, lse, None, *some, *[None] * 5, *numbers, False, needs_dbias=False
+            out, *x, out, lse, None, *some, *[None] * 6, *numbers, False, needs_dbias=False
         )
         launch.launch_backward(given)
     assert len(launched) == 4

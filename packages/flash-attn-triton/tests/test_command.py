@@ -92,6 +92,10 @@ BESIDE = {
         (forward, call(), (call(), PLAIN._replace(softmax_scale=scale)))
         for scale in (0.0, -1.0, 2.0**-127)
     ],
+    "forward and backward, spans": [
+        (which, call(), call()._replace(spans=empty(1, 256, 1, 2, dtype=torch.int32)))
+        for which in (forward, backward)
+    ],
     "forward, dropout": [
         (forward, (call(), LEFT), (call(), LEFT._replace(dropout_p=0.1))),
         (forward, (call(), PLAIN._replace(dropout_p=0.1)), (call(), LEFT._replace(dropout_p=0.1))),

@@ -14,10 +14,12 @@ from .packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .spans import attention_spans, varlen_attention_spans
 
 __version__ = "1.0.0"
 __all__ = [
     "attention_reference",
+    "attention_spans",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -32,4 +34,5 @@ __all__ = [
     "validate_tree",
     "validate_varlen",
     "varlen_attention_reference",
+    "varlen_attention_spans",
 ]

@@ -54,6 +54,10 @@ PORTABLE = (
         "it is folded into the exponential, where only a positive one commutes with the maximum",
     ),
     (
+        "forward and backward, spans",
+        "the Hopper kernels know windows alone",
+    ),
+    (
         "forward, dropout with a window that ends on the left",
         "keys ahead of all windows are left out, and draws count from the first key",
     ),

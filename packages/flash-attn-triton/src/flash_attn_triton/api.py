@@ -42,6 +42,7 @@ def flash_attn_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     invariant: bool = False,
+    spans: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
@@ -108,6 +109,15 @@ def flash_attn_func(
             calls. They equal those of ``paged_attn_func(..., invariant=True)`` of the package
             prefix-prefill on the same keys. Gradients are computed as usual, from that output and
             lse. Default: False.
+        spans: which keys each query sees, in place of ``causal`` and ``window_size``: int32
+            ``[batch, seqlen_q, n, 2]`` or ``[1, seqlen_q, n, 2]``, ``n`` 1 or 2. Query i sees key j
+            iff ``start <= j < end`` for one of its spans ``(start, end)``; keys count from the
+            sequence's first. Any value is legal: a span is cut to the keys there are, one with
+            ``start >= end`` sees nothing, and what two see counts once. New values neither compile
+            nor wait for the host. Tiles of keys outside of each n's [least start, greatest end)
+            over a tile's queries are skipped; NaN in keys before the least start and from the
+            greatest end of a sequence changes nothing, and keys between must be finite.
+            :func:`attention_spans` makes them. Default: None.
         s_aux: FlashAttention-3's name of ``sinks``. Default: None.
         learnable_sink: FlashAttention-4's name of ``sinks``. Default: None.
 
@@ -119,10 +129,12 @@ def flash_attn_func(
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
+        ValueError: on a shape, a device or a range; on ``causal`` or ``window_size`` beside
+            ``spans``.
         NotImplementedError: on FP8 if the hardware lacks it, with a gradient or with dropout; on a
             gradient of slopes or scales; on forward-mode differentiation; with ``invariant``, on
-            FP8, dropout, ``bias`` and ``alibi_slopes``.
+            FP8, dropout, ``bias`` and ``alibi_slopes``; with ``spans``, on FP8, ``bias``,
+            ``alibi_slopes`` and ``invariant``.
     """
     if unknown:
         dense_options.refuse_unknown(unknown, flash_attn_func)
@@ -140,7 +152,7 @@ def flash_attn_func(
         invariant,
         out_dtype,
     )
-    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
+    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale, spans
     form = form_of((q, k, v), extras, given, packed=False)
     x = Tensors(q, k, v, None, None, None, *extras)
     known = None if form is None else _known.get(form)
@@ -184,6 +196,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
     invariant: bool = False,
+    spans: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
@@ -222,6 +235,8 @@ def flash_attn_varlen_func(
             its length. Default: None (all).
         invariant: as in :func:`flash_attn_func`; keys are numbered from a sequence's first key.
             Default: False.
+        spans: as in :func:`flash_attn_func`, int32 ``[tokens_q, n, 2]``; a row's keys count from
+            the first of its sequence. :func:`varlen_attention_spans` makes them. Default: None.
         s_aux: another name of ``sinks``. Default: None.
         learnable_sink: another name of ``sinks``. Default: None.
 
@@ -264,10 +279,14 @@ def flash_attn_varlen_func(
     max_seqlen_k = arguments.as_length("max_seqlen_k", max_seqlen_k)
     # a bias is as large as the longest sequences
     bounds = None if bias is None else (max_seqlen_q, max_seqlen_k)
-    form = form_of((q, k, v), (*lengths, *extras), (*given, bounds), packed=True)
+    # tensors with a row per token; their number is no part of the signature
+    tokens = (q, k, v) if spans is None else (q, k, v, spans)
+    form = form_of(tokens, (*lengths, *extras), (*given, bounds), packed=True)
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None
-    x = Tensors(q, k, v, *lengths, *extras)
+    if spans is not None and form is not None and spans.shape[:1] != q.shape[:1]:
+        form = None
+    x = Tensors(q, k, v, *lengths, *extras, spans)
     known = None if form is None else _known.get(form)
     if known is None:
         checks.check_qkv(q, k, v, 3)
@@ -294,6 +313,8 @@ def _check(
     """Run the checks that fixed and packed calls share, and keep their result by signature."""
     if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
         checks.check_extras(x, batch, seqlen_q, seqlen_k)
+    if x.spans is not None:
+        checks.check_spans(x.spans, x, given, options)
     out_dtype = checks.check_low_precision(x, batch, given.out_dtype)
     deterministic, invariant = bool(given.deterministic), bool(given.invariant)
     if invariant:

@@ -45,6 +45,7 @@ class Keywords(TypedDict, total=False):
     out_scale: Tensor | None
     return_lse: bool
     invariant: bool
+    spans: Tensor | None
 
 
 class VarlenKeywords(Keywords, total=False):

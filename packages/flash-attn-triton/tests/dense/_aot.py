@@ -28,12 +28,14 @@ class Config:
     heads_first: bool = False  # memory in the order of [batch, heads, tokens, head_dim]
     # parts of larger tensors: strides are odd multiples of 16 bytes, small ones begin anywhere
     apart: bool = False
+    spans: int = 0  # spans of a row, in place of a mask; nothing that they refuse is given
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" + (f":{self.head_dim_v}" if self.head_dim_v else "")
         kind = "rich" if self.rich else "causal" if self.causal else "full"
         kind += "-heads_first" if self.heads_first else ""
         kind += "-apart" if self.apart else ""
+        kind += f"-spans{self.spans}" if self.spans else ""
         return f"d{dims}-{self.dtype}-{kind}"
 
     @property
@@ -49,7 +51,7 @@ class Config:
             "v": self.tokens(seqlen, 2, self.head_dim_v or self.head_dim),
         }
         names = ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "bias", "alibi_slopes", "sinks"]
-        made.update(dict.fromkeys([*names, "rng_state"]))
+        made.update(dict.fromkeys([*names, "spans", "rng_state"]))
         if self.rich:
             offsets = self.small(BATCH + 1, dtype=torch.int32)
             wide = torch.float32 if self.is_fp8 else dtype
@@ -63,6 +65,13 @@ class Config:
             )
             if not self.is_fp8:
                 made["rng_state"] = self.small(2, dtype=torch.int64)
+        if self.spans:
+            rows = made["q"].shape[:-2]
+            made.update(
+                spans=self.small(*rows, self.spans, 2, dtype=torch.int32),
+                bias=None,
+                alibi_slopes=None,
+            )
         return made
 
     def small(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,6 +94,8 @@ class Config:
     def options(self, seqlen: int = 1024) -> tuple[Any, ...]:
         """Return the operators' scalar arguments, from ``max_seqlen_q`` to ``dropout_p``."""
         left, right = (500, 0) if self.rich else (-1, 0 if self.causal else -1)
+        if self.spans:
+            left, right = -1, -1
         capped, dropped = (30.0, 0.0 if self.is_fp8 else 0.1) if self.rich else (0.0, 0.0)
         return seqlen, seqlen, self.head_dim**-0.5, left, right, capped, dropped
 
@@ -94,11 +105,11 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
     from flash_attn_triton._dense.launch import launch_forward as launch
 
     t = config.tensors(seqlen)
-    rng_state = t.pop("rng_state")
+    spans, rng_state = t.pop("spans"), t.pop("rng_state")
     descales = [config.small(BATCH, 2)] * 3 if config.is_fp8 else [None] * 3
     out_dtype = torch.bfloat16 if config.is_fp8 else t["q"].dtype
     with only_portable():
-        given = *t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype
+        given = *t.values(), *descales, None, spans, rng_state, *config.options(seqlen), out_dtype
         launch(structured(ForwardCall, given))
 
 
@@ -112,6 +123,6 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
     packed = t["cu_seqlens_q"] is not None
     lse_size = q.shape[1::-1] if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse, dlse = torch.empty(lse_size, device="meta"), config.small(*lse_size)
-    options = *config.options(seqlen), False, config.rich
+    options = *config.options(seqlen), False, t["bias"] is not None
     with only_portable():
         launch(structured(BackwardCall, (out, q, k, v, out, lse, dlse, *t.values(), *options)))

@@ -33,6 +33,7 @@ def operator_arguments(case: Case) -> tuple[Any, ...]:
         None,
         None,
         None,
+        given.get("spans"),
         torch.tensor([5, 6], device=q.device) if dropout_p else None,
         given.get("max_seqlen_q", q.shape[1]),
         given.get("max_seqlen_k", given["k"].shape[1]),

@@ -34,6 +34,8 @@ def principal() -> list[tuple[str, str, Config]]:
         (amd, FORWARD, Config(128, rich=True)),
         (amd, BACKWARD, Config(256, causal=False)),
         ("nvidia:sm_80", FORWARD, Config(128)),
+        (hopper, BACKWARD, Config(128, spans=1)),
+        (amd, FORWARD, Config(128, rich=True, spans=2)),
     ]
 
 
@@ -50,7 +52,8 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += [(gpu, FORWARD, Config(d, dtype, dv, rich=rich)) for rich in (False, True)]
     # rows that are no whole accesses, and padded ones
     odd = (Config(33, "float16", 1), Config(80, "float16"))
-    return [*cases, *itertools.product(GPUS, (FORWARD, BACKWARD), odd)]
+    spans = (Config(128, spans=1), Config(64, rich=True, spans=2), Config(256, spans=2))
+    return [*cases, *itertools.product(GPUS, (FORWARD, BACKWARD), (*odd, *spans))]
 
 
 @pytest.mark.parametrize(("gpu", "way", "config"), chosen(everything(), principal()), ids=str)

@@ -23,11 +23,14 @@ SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)
 PACKED = Packed((5, 0, 7), (6, 3, 7), 4, 2, 16, padding=2)
 
 
+SPANS = ("spans_two", "softcap", "sinks", "dropout")
 CASES = [
     pytest.param(make_case, SHAPE, (), id="fixed"),
     pytest.param(make_case, SHAPE, RICH, id="fixed-rich"),
     pytest.param(make_packed, PACKED, (), id="packed"),
     pytest.param(make_packed, PACKED, RICH, id="packed-rich"),
+    pytest.param(make_case, SHAPE, SPANS, id="fixed-spans"),
+    pytest.param(make_packed, PACKED, SPANS, id="packed-spans"),
 ]
 
 
@@ -386,7 +389,9 @@ def test_backward_by_some_of_the_keys(device):
         own = k[:, keys].contiguous(), v[:, keys].contiguous()
         results = out.detach().float(), lse.detach().float(), None
         rest = 7, own[0].shape[1], 0.25, -1, -1, 0.0, 0.0, False, False
-        found.append(ops.backward(dout, q, *own, *results, *(None,) * 5, of_sinks, None, *rest))
+        found.append(
+            ops.backward(dout, q, *own, *results, *(None,) * 5, of_sinks, None, None, *rest)
+        )
     (dq, dk, dv, _, dsinks), (dq1, dk1, dv1, *_) = found
     got = dq + dq1, torch.cat([dk, dk1], 1), torch.cat([dv, dv1], 1), dsinks
     for x, y in zip(got, want, strict=True):

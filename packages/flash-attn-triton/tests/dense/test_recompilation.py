@@ -20,7 +20,13 @@ LENGTHS = [1, 16, 17, 33, 1024, 48, 2, 100, 128, 127, 129, 512, 4096, 31, 64, 25
 @pytest.mark.parametrize("launch", [launch_forward, launch_backward])
 @pytest.mark.parametrize(
     "config",
-    [Config(128), Config(80, causal=False), Config(64, rich=True), Config(24, heads_first=True)],
+    [
+        Config(128),
+        Config(80, causal=False),
+        Config(64, rich=True),
+        Config(24, heads_first=True),
+        Config(64, spans=2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("gpu", ["nvidia:sm_90", "amd:gfx942"])

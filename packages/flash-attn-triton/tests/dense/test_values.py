@@ -83,4 +83,4 @@ def test_the_operator_checks_what_it_is_given():
     tensors = [x[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")]
     numbers = 3, 5, 0.25, -1, -1, 0.0, 0.0
     with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] must be at most max_seqlen_q, 3"):
-        ops.forward(*tensors, *[None] * 8, *numbers, torch.float16)
+        ops.forward(*tensors, *[None] * 9, *numbers, torch.float16)

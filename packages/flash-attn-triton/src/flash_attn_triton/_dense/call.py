@@ -33,6 +33,7 @@ class Tensors(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     out_scale: Tensor | None = None
+    spans: Tensor | None = None
     rng_state: Tensor | None = None
 
 
@@ -95,6 +96,7 @@ class BackwardCall(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    spans: Tensor | None
     rng_state: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int

@@ -22,8 +22,9 @@ from .._linked.host.arguments import (
     check_tensor,
     is_symbol,
     kind,
+    shown,
 )
-from .call import Options, Tensors
+from .call import Arguments, Options, Tensors
 
 MAX_HEAD_DIM = 256
 
@@ -139,6 +140,41 @@ def check_extras(x: Tensors, batch: int, seqlen_q: int, seqlen_k: int) -> None:
         check_device("sinks", sinks, q)
         if sinks.shape != (heads_q,):
             raise ValueError(f"sinks must be [heads_q], [{heads_q}], got {list(sinks.shape)}")
+
+
+def check_spans(spans: Tensor, x: Tensors, given: Arguments, options: Options) -> None:
+    """Check the spans of a call whose other arguments have passed their checks."""
+    q = x.q
+    check_tensor("spans", spans)
+    if spans.dtype != torch.int32:
+        raise TypeError(f"spans must be torch.int32, got {spans.dtype}")
+    check_device("spans", spans, q)
+    form = "[batch or 1, seqlen_q, n, 2]" if q.ndim == 4 else "[tokens_q, n, 2]"
+    rows = q.shape[:-2]
+    of_rows = spans.shape[:-2]
+    is_shared = q.ndim == 4 and of_rows[:1] == (1,) and of_rows[1:] == rows[1:]
+    if spans.ndim != q.ndim or spans.shape[-1] != 2 or not (of_rows == rows or is_shared):
+        raise ValueError(
+            f"spans must be {form}, here [{', '.join(map(str, rows))}, n, 2], "
+            f"got {list(spans.shape)}"
+        )
+    if not 1 <= spans.shape[-2] <= 2:
+        raise ValueError(f"spans must be {form} with n 1 or 2, got n {spans.shape[-2]}")
+    if given.causal:
+        raise ValueError("causal must be False beside spans, which take its place, got True")
+    if options.window_left >= 0 or options.window_right >= 0:
+        raise ValueError(
+            "window_size must be (-1, -1) beside spans, which take its place, "
+            f"got {shown(given.window_size)}"
+        )
+    for name, other in (("bias", x.bias), ("alibi_slopes", x.alibi_slopes)):
+        if other is not None:
+            raise NotImplementedError(f"{name} must be None beside spans, got Tensor")
+    if q.dtype in FP8_DTYPES or given.out_dtype in FP8_DTYPES:
+        name, dtype = ("q", q.dtype) if q.dtype in FP8_DTYPES else ("out_dtype", given.out_dtype)
+        raise NotImplementedError(f"{name} must not be FP8 beside spans, got {dtype}")
+    if given.invariant:
+        raise NotImplementedError("invariant must be False beside spans, got True")
 
 
 def check_low_precision(x: Tensors, batch: int, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -84,6 +84,7 @@ class PortableForward:
             dense(x.cu_seqlens_q),
             dense(x.cu_seqlens_k),
             dense(x.seqused_k),
+            dense(x.spans),
         )
         grid, numbers = self._counted.work((tokens_q, tokens_k), tokens_q, tokens_k)
         self._counted.launch(grid, tensors, numbers)

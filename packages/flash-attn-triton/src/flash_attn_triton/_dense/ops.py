@@ -194,6 +194,7 @@ def _run_backward(
         x.bias,
         x.alibi_slopes,
         x.sinks,
+        x.spans,
         x.rng_state,
         *options,
         needs_dbias,

@@ -300,6 +300,7 @@ def _takes_hopper(x: Tensors, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in dtypes
+        and x.spans is None
         # rows that TMA can read; ``readable`` has widened all others
         and x.q.shape[-1] * x.q.element_size() % 16 == 0
         and x.v.shape[-1] * x.v.element_size() % 16 == 0

@@ -267,6 +267,7 @@ class Part:
                 x.alibi_slopes,
                 x.sinks,
                 None,
+                None,
                 *self._longest(),
                 *self._given,
                 deterministic,

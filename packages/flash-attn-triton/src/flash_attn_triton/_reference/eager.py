@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._dense.call import Grads, Options, Tensors
 from . import fused
-from .fixed import attention_scores, dense_attention, round_output, visible_keys
+from .fixed import attention_scores, dense_attention, round_output, that_see_any, visible_keys
 from .philox import dropout_keep_mask, keep_scale
 from .sequences import bias_of, row_of, sequences
 
@@ -84,6 +84,7 @@ def attention_forward(
                 first_sequence=b,
                 position=part.position,
                 corner=part.corner,
+                spans=part.of_spans(x.spans),
             )
             out[rows], lse[:, rows] = one_out[0], one_lse[0]
         out = round_output(out, q.dtype, out_dtype, x.out_scale).view(*q.shape[:-1], v.shape[-1])
@@ -134,6 +135,7 @@ def attention_backward(
                 x.rng_state,
                 options,
                 None if delta is None else delta[rows].T[None],
+                part.of_spans(x.spans),
             )
             dk[keys] += one_dk[0]
             dv[keys] += one_dv[0]
@@ -207,6 +209,16 @@ class _Part(NamedTuple):
                 bias = bias.narrow(axis, start, some.stop - some.start)
         return bias
 
+    def of_spans(self, spans: Tensor | None) -> Tensor | None:
+        """Return the spans of these queries, ``[1, rows, n, 2]``; the part has all keys."""
+        if spans is None:
+            return None
+        if spans.ndim == 3:
+            return spans[self.rows][None]
+        first = self.corner[0]
+        of_one = spans[min(self.sequence, spans.shape[0] - 1)]
+        return of_one[first : first + self.rows.stop - self.rows.start][None]
+
 
 def _parts(
     cu_seqlens_q: Tensor,
@@ -254,15 +266,17 @@ def _part_backward(
     rng_state: Tensor | None,
     options: Options,
     delta: Tensor | None,
+    spans: Tensor | None,
 ) -> Grads:
     """Return the gradients of a part of a sequence, in fp32."""
     softmax_scale, window_left, window_right, softcap, dropout_p = options
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_k = k.shape[1], k.shape[2]
     group = heads_q // heads_k
-    visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device, part.position)
-    row_sees_any = visible.any(dim=1)[:, None, None]
-    seen_by_any = visible.any(dim=0)[:, None, None]
+    visible = visible_keys(
+        seqlen_q, seqlen_k, window_left, window_right, q.device, part.position, spans
+    )
+    row_sees_any, seen_by_any = that_see_any(visible)
     # unseen rows and keys may hold NaN, and 0 * NaN is NaN
     q, dout = q.masked_fill(~row_sees_any, 0.0), dout.masked_fill(~row_sees_any, 0.0)
     k, v = k.masked_fill(~seen_by_any, 0.0), v.masked_fill(~seen_by_any, 0.0)
@@ -285,7 +299,7 @@ def _part_backward(
     # the gradient that all logits of a row share: from the normalisation, and from the LSE
     common = -(p * dp).sum(dim=-1)
     if delta is not None:
-        common = -delta.masked_fill(~row_sees_any[..., 0].T, 0.0)
+        common = -delta.masked_fill(~row_sees_any[..., 0].transpose(-1, -2), 0.0)
     if dlse is not None:
         common = common + dlse.masked_fill(empty, 0.0)
     dscores = p * (dp + common[..., None])

@@ -37,21 +37,24 @@ def dense_attention(
     first_sequence: int = 0,
     position: int | None = None,
     corner: tuple[int, int] = (0, 0),
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of sequences of one length; results are in the dtype of the computation.
 
     ``first_sequence`` is dropout's index of the first sequence of the batch, and ``corner`` its
     index of the first query and of the first key. ``position`` is the position of the first query
-    among the keys; by default queries and keys end together.
+    among the keys; by default queries and keys end together. ``spans`` are
+    ``[batch or 1, seqlen_q, n, 2]``.
     """
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         batch, seqlen_q, heads_q, _ = q.shape
         seqlen_k = k.shape[1]
         position = seqlen_k - seqlen_q if position is None else position
-        visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device, position)
-        row_sees_any = visible.any(dim=1)[:, None, None]
-        seen_by_any = visible.any(dim=0)[:, None, None]
+        visible = visible_keys(
+            seqlen_q, seqlen_k, window_left, window_right, q.device, position, spans
+        )
+        row_sees_any, seen_by_any = that_see_any(visible)
 
         # unseen rows and keys may hold NaN, and 0 * NaN is NaN in products and in gradients
         q = _scaled(q, q_descale).masked_fill(~row_sees_any, 0.0)
@@ -102,7 +105,7 @@ def attention_scores(
 
     With a bias, a row whose scores are all at most ``LEAST_SCORE`` sees no key.
     """
-    seqlen_q, seqlen_k = visible.shape
+    seqlen_q, seqlen_k = visible.shape[-2:]
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
     if softcap > 0.0:
@@ -126,8 +129,13 @@ def visible_keys(
     window_right: int,
     device: torch.device,
     position: int | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
-    """Return True where a query sees a key, bool ``[seqlen_q, seqlen_k]``; -1 is no limit."""
+    """Return True where a query sees a key; -1 is no limit.
+
+    The result is bool ``[seqlen_q, seqlen_k]``, or with ``spans`` ``[batch or 1, 1, seqlen_q,
+    seqlen_k]``, to broadcast against scores.
+    """
     positions = _positions(seqlen_q, seqlen_k, device, position)
     key = torch.arange(seqlen_k, device=device)
     # the sum of a position and the largest integer would wrap around
@@ -138,7 +146,22 @@ def visible_keys(
         visible = visible & (key >= positions - window_left)
     if window_right >= 0:
         visible = visible & (key <= positions + window_right)
+    if spans is not None:
+        # [batch or 1, seqlen_q, n, seqlen_k]
+        inside = (key >= spans[..., :1]) & (key < spans[..., 1:])
+        visible = (visible & inside.any(dim=2))[:, None]
     return visible
+
+
+def that_see_any(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which queries see a key, and which keys a query sees.
+
+    Both broadcast against queries and keys, ``[batch, tokens, heads, head_dim]``.
+    """
+    rows, keys = visible.any(dim=-1), visible.any(dim=-2)
+    if visible.ndim == 4:
+        rows, keys = rows[:, 0], keys[:, 0]
+    return rows[..., None, None], keys[..., None, None]
 
 
 def _positions(seqlen_q: int, seqlen_k: int, device: torch.device, first: int | None) -> Tensor:

@@ -28,11 +28,11 @@ _operator: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 def serves(x: Tensors, options: Options) -> bool:
     """Tell whether the operator can compute a call's scores.
 
-    It cannot take a bias, which may hide whole rows. It masks keys before it scales, so the scale
-    must be positive to keep -inf.
+    It cannot take a bias or spans, which may hide whole rows. It masks keys before it scales, so
+    the scale must be positive to keep -inf.
     """
     is_scaled = options.softmax_scale > 0.0 and options.softcap == 0.0
-    is_plain = x.bias is None and is_scaled and options.dropout_p == 0.0
+    is_plain = x.bias is x.spans is None and is_scaled and options.dropout_p == 0.0
     return _operator is not None and is_plain and x.q.dtype.itemsize >= 2
 
 

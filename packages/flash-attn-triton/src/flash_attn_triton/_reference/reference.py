@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._dense.call import Arguments, Tensors
-from .._dense.checks import check_reference, check_values
+from .._dense.checks import check_reference, check_spans, check_values
 from .._dense.options import check_options, refuse_unknown
 from .._dense.results import BEFORE, returns_parts
 from .._linked.host.arguments import as_length
@@ -39,6 +39,7 @@ def attention_reference(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    spans: Tensor | None = None,
     rng_state: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
@@ -76,7 +77,8 @@ def attention_reference(
         return_lse,
         out_dtype=out_dtype,
     )
-    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale, rng_state
+    scales = q_descale, k_descale, v_descale, out_scale
+    extras = bias, alibi_slopes, sinks, *scales, spans, rng_state
     return _attend(Tensors(q, k, v, None, None, None, *extras), given)
 
 
@@ -107,6 +109,7 @@ def varlen_attention_reference(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    spans: Tensor | None = None,
     rng_state: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
@@ -128,7 +131,8 @@ def varlen_attention_reference(
         return_lse,
         out_dtype=out_dtype,
     )
-    extras = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale, rng_state
+    scales = q_descale, k_descale, v_descale, out_scale
+    extras = bias, alibi_slopes, sinks, *scales, spans, rng_state
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
@@ -147,6 +151,8 @@ def _attend(
     others = {name: t for name, t in x._asdict().items() if name not in ("q", "k", "v")}
     check_reference(q, k, v, 4 if x.cu_seqlens_q is None else 3, **others)
     options = check_options(q, given)
+    if x.spans is not None:
+        check_spans(x.spans, x, given, options)
     if max_seqlen_q is not None and max_seqlen_k is not None:
         check_values(x, max_seqlen_q, max_seqlen_k)
     if x.rng_state is None and options.dropout_p > 0.0:
@@ -156,9 +162,9 @@ def _attend(
     rest = x.bias, x.alibi_slopes, x.sinks, *scales, x.rng_state, *options
     lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_k
     if is_fixed:
-        out, lse = dense_attention(q, k, v, *rest)
+        out, lse = dense_attention(q, k, v, *rest, spans=x.spans)
     else:
-        out, lse = packed_attention(q, k, v, *lengths, *rest)  # type: ignore[arg-type]
+        out, lse = packed_attention(q, k, v, *lengths, *rest, x.spans)  # type: ignore[arg-type]
     out = round_output(out, q.dtype, given.out_dtype, x.out_scale)
     if not given.return_attn_probs:
         return (out, lse) if given.return_lse else out

@@ -31,6 +31,7 @@ def packed_attention(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of packed sequences, one by one; padding gets output 0 and LSE -inf."""
     dtype = compute_dtype(q)
@@ -54,6 +55,7 @@ def packed_attention(
             softcap,
             dropout_p,
             first_sequence=b,
+            spans=None if spans is None else spans[rows][None],
         )
         out[rows] = one_out[0]
         lse[:, rows] = one_lse[0]
@@ -79,7 +81,7 @@ def dropout_marked_probabilities(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         heads_q = q.shape[-2]
         if cu_seqlens_q is None or cu_seqlens_k is None:
-            pieces = [(slice(None), q, k, lse, x.bias, x.alibi_slopes)]
+            pieces = [(slice(None), q, k, lse, x.bias, x.alibi_slopes, x.spans)]
             marked = q.new_zeros((q.shape[0], heads_q, q.shape[1], k.shape[1]))
         else:
             pieces = []
@@ -87,13 +89,13 @@ def dropout_marked_probabilities(
             marked = q.new_zeros((cu_seqlens_q.shape[0] - 1, heads_q, *lengths))
             for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, x.seqused_k)):
                 of_one = bias_of(x.bias, b, rows, keys), row_of(x.alibi_slopes, b)
-                pieces.append(
-                    (slice(b, b + 1), q[rows][None], k[keys][None], lse[None, :, rows], *of_one)
-                )
+                spans = None if x.spans is None else x.spans[rows][None]
+                own = q[rows][None], k[keys][None], lse[None, :, rows]
+                pieces.append((slice(b, b + 1), *own, *of_one, spans))
         dtype = compute_dtype(q)
-        for where, one_q, one_k, one_lse, one_bias, slopes in pieces:
+        for where, one_q, one_k, one_lse, one_bias, slopes, spans in pieces:
             sq, sk = one_q.shape[1], one_k.shape[1]
-            visible = visible_keys(sq, sk, window_left, window_right, q.device)
+            visible = visible_keys(sq, sk, window_left, window_right, q.device, spans=spans)
             scores = attention_scores(
                 one_q.to(dtype), one_k.to(dtype), visible, one_bias, slopes, softmax_scale, softcap
             )

@@ -237,7 +237,7 @@ def _flash_attention_backward(
         None,
         cum_seq_q,
         cum_seq_k,
-        *(None,) * 4,
+        *(None,) * 5,
         rng_state.view(torch.int64) if dropout_p > 0.0 else None,
         max_q,
         max_k,

@@ -32,6 +32,7 @@ class ForwardTensors(NamedTuple):
     cu_seqlens_q_ptr: Foreign
     cu_seqlens_k_ptr: Foreign
     seqused_k_ptr: Foreign
+    spans_ptr: Foreign = None
 
 
 class Inputs(NamedTuple):
@@ -54,6 +55,7 @@ class Extras(NamedTuple):
     cu_seqlens_q_ptr: Foreign
     cu_seqlens_k_ptr: Foreign
     seqused_k_ptr: Foreign
+    spans_ptr: Foreign = None
 
 
 class RowTensors(NamedTuple):
@@ -81,6 +83,16 @@ class ShortTensors(NamedTuple):
     dq_ptr: Pointer
     dk_ptr: Pointer
     dv_ptr: Pointer
+
+
+class HullTensors(NamedTuple):
+    """The tensors of the kernel that makes the table of hulls; optional but the first two."""
+
+    hulls_ptr: Pointer
+    spans_ptr: Foreign
+    cu_seqlens_q_ptr: Foreign
+    cu_seqlens_k_ptr: Foreign
+    seqused_k_ptr: Foreign
 
 
 # ---- launches pass: numbers
@@ -152,6 +164,15 @@ class GradientStrides(NamedTuple):
     alibi: Number
 
 
+class HullNumbers(NamedTuple):
+    """The numbers of the kernel that makes the table of hulls."""
+
+    batch: Number
+    tokens_q: Number
+    tokens_k: Number
+    tiles: Number  # of one sequence, if all have one length
+
+
 class RowNumbers(NamedTuple):
     """The numbers of the row kernel."""
 
@@ -191,6 +212,8 @@ class Options(NamedTuple):
     HAS_RIGHT: Constant
     HAS_SOFTCAP: Constant
     BIAS_BYTES: Constant  # bytes per memory access to a row of the bias; 0 without a bias
+    SPANS: Constant = 0  # spans of a row; 0 where a window is the mask
+    SPANS_BATCH: Constant = False  # each sequence has its own spans, at fixed length
     # of the forward:
     FOLD: Constant = False  # scores have only a positive scale, which the exponential applies
     DESCALE_PER_HEAD: Constant = False
@@ -224,3 +247,10 @@ class RowTile(NamedTuple):
     ROW_BYTES: Constant  # alignment of a row of the output
     BLOCK: Constant  # rows per program
     PIECE: Constant  # sums that are set to 0 at a time
+
+
+class HullTile(NamedTuple):
+    """Constants of the kernel that makes the table of hulls."""
+
+    SPANS: Constant
+    BLOCK: Constant  # rows per tile

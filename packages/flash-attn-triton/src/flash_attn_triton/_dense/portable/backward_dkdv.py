@@ -22,10 +22,19 @@ from .primitives import (
     load_tile_transposed,
     row_numbers,
     score_gradient,
+    spans_of,
     store_rows,
     through_softcap,
 )
 from .schedule import locate
+from .spans import (
+    HULL,
+    load_spans,
+    run_of_tiles,
+    sees_any,
+    spans_along,
+    walk_of_run,
+)
 from .structures import Head, Queries, Scores
 
 
@@ -63,6 +72,20 @@ def dkdv_walk(
             turn = step % steps_of_head
         rows = step_start(turn, walk, TILE.BLOCK_M, MASKED)
         rows += tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
+        live, own = rows, scores
+        if OPTIONS.SPANS and MASKED:
+            spans = load_spans(
+                scores.spans, rows, scores.mask.seqlen_q, scores.mask.seqlen_k, OPTIONS.SPANS
+            )
+            live = tl.where(sees_any(spans), rows, -1)
+            own = Scores(
+                scores.scale,
+                scores.numbers,
+                scores.mask,
+                scores.bias,
+                scores.rng_state_ptr,
+                spans_along(spans),
+            )
         head_64 = head.to(tl.int64)
         q_t = load_tile_transposed(
             queries.q_ptr + head_64 * queries.q.head,
@@ -77,7 +100,7 @@ def dkdv_walk(
         products = dot(k, q_t, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_M]
         dout = load_tile(
             queries.dout_ptr + head_64 * queries.dout.head,
-            rows,
+            live,
             queries.dout.token,
             first_live,
             scores.mask.seqlen_q,
@@ -118,7 +141,7 @@ def dkdv_walk(
             delta[None, :],
             rows[None, :],
             keys[:, None],
-            scores,
+            own,
             Head(slope, bias_base, key),
             MASKED,
             OPTIONS,
@@ -136,6 +159,7 @@ def dkdv_kernel(
     dk_ptr: Pointer,
     dv_ptr: Pointer,
     extras: Extras,
+    hulls_ptr: Pointer,
     numbers: Scalars,
     counts: Counts,
     strides: GradientStrides,
@@ -157,7 +181,7 @@ def dkdv_kernel(
         counts.tiles,
         counts.span,
         TILE.BLOCK_N,
-        BALANCE=OPTIONS.HAS_RIGHT,
+        BALANCE=OPTIONS.HAS_RIGHT or OPTIONS.SPANS > 0,
         LAST_IS_LONGEST=False,
     )
     if block < 0:
@@ -205,11 +229,41 @@ def dkdv_kernel(
     dv = tl.zeros([TILE.BLOCK_N, TILE.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     diagonal = seqlen_k - seqlen_q
     mask = Mask(seqlen_q, seqlen_k, diagonal, numbers.window_left, numbers.window_right)
-    scores = Scores(numbers.scale, numbers, mask, strides.bias, extras.rng_state_ptr)
+    spans_ptr = spans_of(extras, sequence, q_start, counts.tokens_q, OPTIONS)
+    scores = Scores(numbers.scale, numbers, mask, strides.bias, extras.rng_state_ptr, spans_ptr)
     first_key = block * TILE.BLOCK_N
-    walk = query_range(first_key, first_key + TILE.BLOCK_N - 1, mask, OPTIONS, TILE.BLOCK_M)
-    for masked in tl.static_range(2):
-        dk, dv = dkdv_walk(dk, dv, k, v, keys, queries, walk, scores, masked == 1, OPTIONS, TILE)
+    if OPTIONS.SPANS:
+        tiles = tl.cdiv(seqlen_q, TILE.BLOCK_M)
+        slot = q_start
+        if extras.cu_seqlens_q_ptr is not None:
+            slot = q_start // TILE.BLOCK_M + sequence + 1
+        elif OPTIONS.SPANS_BATCH:
+            slot = batch_64 * tiles
+        hulls_ptr += slot * (OPTIONS.SPANS * HULL)
+        for masked in tl.static_range(2):
+            begin = tiles * 0
+            while begin < tiles:
+                start, begin = run_of_tiles(
+                    hulls_ptr,
+                    begin,
+                    tiles,
+                    first_key,
+                    seqlen_q,
+                    masked == 1,
+                    OPTIONS.SPANS,
+                    TILE.BLOCK_M,
+                    TILE.BLOCK_N,
+                )
+                walk = walk_of_run(start, begin, masked == 1, TILE.BLOCK_M)
+                dk, dv = dkdv_walk(
+                    dk, dv, k, v, keys, queries, walk, scores, masked == 1, OPTIONS, TILE
+                )
+    else:
+        walk = query_range(first_key, first_key + TILE.BLOCK_N - 1, mask, OPTIONS, TILE.BLOCK_M)
+        for masked in tl.static_range(2):
+            dk, dv = dkdv_walk(
+                dk, dv, k, v, keys, queries, walk, scores, masked == 1, OPTIONS, TILE
+            )
 
     # finish
     token = k_start + keys

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import Pointer, entry
-from ..._linked.portable.mask import Mask, count_steps, key_range, step_start
+from ..._linked.portable.mask import Mask, count_steps, step_start
 from ..._linked.portable.primitives import dot, dot_add, pointer_to
 from .arguments import Counts, Extras, GradientStrides, Inputs, Options, Scalars, Tile
 from .primitives import (
@@ -17,10 +17,13 @@ from .primitives import (
     load_queries,
     score_gradient,
     slope_of,
+    spans_of,
     store_rows,
     through_softcap,
+    walk_of_part,
 )
 from .schedule import locate
+from .spans import hulls_of, load_spans, spans_down
 from .structures import Head, Keys, Scores
 
 
@@ -89,7 +92,7 @@ def dq_kernel(
         counts.tiles,
         counts.span,
         TILE.BLOCK_M,
-        BALANCE=OPTIONS.HAS_RIGHT,
+        BALANCE=OPTIONS.HAS_RIGHT or OPTIONS.SPANS > 0,
         LAST_IS_LONGEST=True,
     )
     if block < 0:
@@ -133,12 +136,19 @@ def dq_kernel(
     dq = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     diagonal = seqlen_k - seqlen_q
     mask = Mask(seqlen_q, seqlen_k, diagonal, numbers.window_left, numbers.window_right)
-    scores = Scores(numbers.scale, numbers, mask, strides.bias, extras.rng_state_ptr)
+    spans, hulls = None, None
+    if OPTIONS.SPANS:
+        spans_ptr = spans_of(extras, sequence, q_start, counts.tokens_q, OPTIONS)
+        spans = load_spans(spans_ptr, rows, seqlen_q, seqlen_k, OPTIONS.SPANS)
+        hulls = hulls_of(spans, rows, seqlen_q, seqlen_k)
+        spans = spans_down(spans)
+    scores = Scores(numbers.scale, numbers, mask, strides.bias, extras.rng_state_ptr, spans)
     first_row = block * TILE.BLOCK_M
     last_row = tl.minimum(first_row + TILE.BLOCK_M, seqlen_q) - 1
-    walk = key_range(first_row, last_row, mask, OPTIONS, TILE.BLOCK_N)
-    for masked in tl.static_range(2):
-        dq = dq_walk(dq, queries, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE)
+    for part in tl.static_range(2 if OPTIONS.SPANS == 2 else 1):
+        walk = walk_of_part(part, first_row, last_row, mask, hulls, OPTIONS, TILE.BLOCK_N)
+        for masked in tl.static_range(2):
+            dq = dq_walk(dq, queries, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE)
 
     # finish
     row = token * numbers.heads_q + head

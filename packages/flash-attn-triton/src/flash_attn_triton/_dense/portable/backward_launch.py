@@ -29,6 +29,9 @@ from .arguments import (
     Counts,
     Extras,
     GradientStrides,
+    HullNumbers,
+    HullTensors,
+    HullTile,
     Inputs,
     RowNumbers,
     RowTensors,
@@ -41,6 +44,7 @@ from .form import Counted, Form, Work
 dkdv_kernel = Kernel(__package__, ".backward_dkdv", "dkdv_kernel")
 dq_kernel = Kernel(__package__, ".backward_dq", "dq_kernel")
 row_kernel = Kernel(__package__, ".backward_rows", "row_kernel")
+hull_kernel = Kernel(__package__, ".hulls", "hull_kernel")
 short_kernel = Kernel(__package__, ".backward_short", "short_kernel")
 bias_gradient_kernel = Kernel(__package__, ".bias_gradient", "bias_gradient_kernel")
 
@@ -96,6 +100,32 @@ class RowSums:
                 pieces=pieces,
             )
         )
+
+
+class Hulls:
+    """The launch that makes the table of hulls of a call's spans; see ``hull_kernel``."""
+
+    def __init__(self, form: Form, block: int) -> None:
+        """Take a signature, and the rows of a tile."""
+        self._form, self._block = form, block
+        # sequences that have spans of their own, at fixed length
+        self._batch = form.batch if form.constants.SPANS_BATCH else 1
+        tile = HullTile(SPANS=form.constants.SPANS, BLOCK=block)
+        self._counted = Counted(Launch(hull_kernel, {"TILE": tile, "num_warps": 4}), self._count)
+
+    def __call__(self, x: Tensors, spans: Tensor) -> Tensor:
+        """Return the table of contiguous spans."""
+        counts = x.q.shape[-3], x.k.shape[-3]
+        grid, numbers = self._counted.work(counts, *counts)
+        hulls = spans.new_empty(grid, spans.shape[-2], 4)
+        lengths = dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k)
+        self._counted.launch(grid, HullTensors(hulls, spans, *lengths), numbers)
+        return hulls
+
+    def _count(self, tokens_q: int, tokens_k: int) -> Work:
+        tiles = self._form.tiles(tokens_q, self._block)
+        numbers = HullNumbers(self._form.batch, tokens_q, tokens_k, tiles)
+        return tiles * self._batch, flat(numbers)
 
 
 def dkdv_launch(form: Form) -> Counted:
@@ -225,6 +255,10 @@ class BackwardPlan:
         self._shapes = None if form.is_packed else (x.q.shape, x.k.shape, x.v.shape)
         self._row_numbers = RowSums(form, out_dtype)
         self._dkdv = dkdv_launch(form)
+        self._hulls = None
+        if x.spans is not None:
+            tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
+            self._hulls = Hulls(form, tile.block_m)
         self._dq = dq_launch(form, x.bias is not None)
         self._dbias = None if x.bias is None else bias_gradient_launch(form)
         self._hopper = None
@@ -287,7 +321,8 @@ class BackwardPlan:
             # what a signature leaves open
             key = q.shape[-3], k.shape[-3], dout.stride()
             if hopper is None:
-                self._dkdv(key, (*inputs, dk, dv, *extras), inputs)
+                hulls = None if self._hulls is None else self._hulls(x, extras.spans_ptr)
+                self._dkdv(key, (*inputs, dk, dv, *extras, hulls), inputs)
                 self._dq(key, (*inputs, dq, *extras), inputs)
             else:
                 hopper(inputs, extras, dq, dk, dv, sums, dbias)
@@ -308,6 +343,7 @@ def _extras(x: Tensors) -> Extras:
         dense(x.cu_seqlens_q),
         dense(x.cu_seqlens_k),
         dense(x.seqused_k),
+        dense(x.spans),
     )
 
 

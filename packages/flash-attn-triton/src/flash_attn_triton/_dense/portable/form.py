@@ -102,6 +102,8 @@ class Form:
             HAS_RIGHT=options.window_right >= 0,
             HAS_SOFTCAP=options.softcap != 0.0,
             BIAS_BYTES=0 if x.bias is None else bias_bytes(x.bias),
+            SPANS=0 if x.spans is None else x.spans.shape[-2],
+            SPANS_BATCH=x.spans is not None and not self.is_packed and x.spans.shape[0] > 1,
         )
         self._layout = layout_of(x)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..._linked.launch.entries import entry
-from ..._linked.portable.mask import Mask, count_steps, is_visible, key_range, step_start
+from ..._linked.portable.mask import Mask, count_steps, step_start
 from ..._linked.portable.primitives import LN2, LOG2E, NEG_INF, dot, dot_add, pointer_to
 from .arguments import Counts, ForwardTensors, InputStrides, Options, Scalars, Tile
 from .primitives import (
@@ -20,13 +20,17 @@ from .primitives import (
     count_keys,
     dropout_key,
     is_kept,
+    is_seen,
     load_tile,
     load_tile_transposed,
     logits_of,
     slope_of,
+    spans_of,
     store_rows,
+    walk_of_part,
 )
 from .schedule import locate
+from .spans import hulls_of, load_spans, spans_down
 from .structures import Head, Keys, Scores
 
 
@@ -81,7 +85,7 @@ def attend(
             factor = 1.0
             s = logits_of(s, rows[:, None], keys[None, :], scores, head, OPTIONS)
         if MASKED:
-            visible = is_visible(rows[:, None], keys[None, :], walk.last, scores.mask, OPTIONS)
+            visible = is_seen(rows[:, None], keys[None, :], walk.last, scores, OPTIONS)
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
@@ -161,7 +165,7 @@ def forward_kernel(
         counts.tiles,
         counts.span,
         TILE.BLOCK_M,
-        BALANCE=OPTIONS.HAS_RIGHT,
+        BALANCE=OPTIONS.HAS_RIGHT or OPTIONS.SPANS > 0,
         LAST_IS_LONGEST=True,
     )
     if block < 0:
@@ -203,14 +207,21 @@ def forward_kernel(
     acc = tl.zeros([TILE.BLOCK_M, TILE.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
     diagonal = seqlen_k - seqlen_q
     mask = Mask(seqlen_q, seqlen_k, diagonal, numbers.window_left, numbers.window_right)
-    scores = Scores(scale, numbers, mask, strides.bias, tensors.rng_state_ptr)
+    spans, hulls = None, None
+    if OPTIONS.SPANS:
+        spans_ptr = spans_of(tensors, sequence, q_start, counts.tokens_q, OPTIONS)
+        spans = load_spans(spans_ptr, rows, seqlen_q, seqlen_k, OPTIONS.SPANS)
+        hulls = hulls_of(spans, rows, seqlen_q, seqlen_k)
+        spans = spans_down(spans)
+    scores = Scores(scale, numbers, mask, strides.bias, tensors.rng_state_ptr, spans)
     first_row = block * TILE.BLOCK_M
     last_row = tl.minimum(first_row + TILE.BLOCK_M, seqlen_q) - 1
-    walk = key_range(first_row, last_row, mask, OPTIONS, TILE.BLOCK_N)
-    for masked in tl.static_range(2):
-        acc, l_i, m_i = attend(
-            acc, l_i, m_i, q, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE
-        )
+    for part in tl.static_range(2 if OPTIONS.SPANS == 2 else 1):
+        walk = walk_of_part(part, first_row, last_row, mask, hulls, OPTIONS, TILE.BLOCK_N)
+        for masked in tl.static_range(2):
+            acc, l_i, m_i = attend(
+                acc, l_i, m_i, q, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE
+            )
 
     # finish
     out = normalise(acc, l_i, numbers.keep_scale)

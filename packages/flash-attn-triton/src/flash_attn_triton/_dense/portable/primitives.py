@@ -7,8 +7,9 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
-from ..._linked.portable.mask import is_visible
+from ..._linked.portable.mask import is_visible, key_range
 from ..._linked.portable.primitives import INF, LOG2E, NEG_INF, tanh
+from .spans import is_in_spans, span_walk
 from .structures import DropoutKey
 
 # widest access to memory
@@ -175,6 +176,48 @@ def is_kept(rows, cols, scores, key):
 
 
 @triton.jit
+def is_seen(rows, cols, end, scores, OPTIONS: tl.constexpr):
+    """Tell which keys ``cols`` before ``end`` the queries ``rows`` see; the two broadcast."""
+    visible = is_visible(rows, cols, end, scores.mask, OPTIONS)
+    if OPTIONS.SPANS:
+        visible &= is_in_spans(cols, scores.spans)
+    return visible
+
+
+@triton.jit
+def spans_of(tensors, sequence, q_start, tokens_q, OPTIONS: tl.constexpr):
+    """Return the pointer to the spans of a sequence's rows, or None without spans."""
+    spans_ptr = tensors.spans_ptr
+    if OPTIONS.SPANS:
+        row = q_start
+        if OPTIONS.SPANS_BATCH:
+            row += sequence.to(tl.int64) * tokens_q
+        spans_ptr += row * (2 * OPTIONS.SPANS)
+    return spans_ptr
+
+
+@triton.jit
+def walk_of_part(
+    part: tl.constexpr,
+    first_row,
+    last_row,
+    mask,
+    hulls,
+    OPTIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return a part of the keys that the queries ``first_row..last_row`` see, as a ``Walk``.
+
+    Two spans leave two parts; everything else leaves part 0.
+    """
+    if OPTIONS.SPANS:
+        walk = span_walk(hulls, part, BLOCK)
+    else:
+        walk = key_range(first_row, last_row, mask, OPTIONS, BLOCK)
+    return walk
+
+
+@triton.jit
 def score_gradient(
     products,
     dp,
@@ -195,7 +238,7 @@ def score_gradient(
     logits = logits_of(products, rows, cols, scores, head, OPTIONS)
     p = tl.exp2(logits - lse2)
     if MASKED:
-        visible = is_visible(rows, cols, scores.mask.seqlen_k, scores.mask, OPTIONS)
+        visible = is_seen(rows, cols, scores.mask.seqlen_k, scores, OPTIONS)
         p = tl.where(visible, p, 0.0)
         # a key that no row sees may hold NaN
         dp = tl.where(visible, dp, 0.0)

@@ -13,6 +13,7 @@ class Scores(NamedTuple):
     mask: Any
     bias: Any  # strides of the bias; None without one
     rng_state_ptr: Any  # None without dropout
+    spans: Any = None  # of the rows of a tile; for ``dkdv_walk`` the pointer to a sequence's
 
 
 class Head(NamedTuple):
