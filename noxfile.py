@@ -271,10 +271,15 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types: mypy --strict on everything that runs on the host."""
+    """Check types: mypy --strict on all that runs on the host, and pyright, on all documents."""
     link_layers(session, group("types"))
     tool(session, "types")
     session.run("mypy")
+    blocks = BUILD / "blocks"
+    session.run("python", str(ROOT / "ci" / "blocks.py"), str(blocks))
+    session.run("mypy", str(blocks))
+    sources = (str(ROOT / "packages" / package / "src") for package in PACKAGES)
+    session.run("pyright", env={"PYTHONPATH": os.pathsep.join(sources)})
 
 
 @nox.session(default=False, venv_backend="none")

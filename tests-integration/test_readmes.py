@@ -1,7 +1,6 @@
 """The Python in every README runs as it stands, block after block, on a machine without a GPU."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+sys.path.insert(0, str(ROOT / "ci"))
+from blocks import blocks, documents  # noqa: E402
+
 RUN = """
 names = {"__name__": "__main__"}
 for text in TEXTS:
@@ -23,24 +24,13 @@ os._exit(0)
 """
 
 
-def blocks(path):
-    """Return each block marked ``python``, after as many lines as stand before it in the file."""
-    text = path.read_text()
-    return ["\n" * text[: m.start(1)].count("\n") + m[1] for m in BLOCK.finditer(text)]
-
-
 # its code is for several processes
 PARALLEL = ROOT / "packages" / "flash-attn-triton" / "docs" / "context-parallelism.md"
 # its code asks a server, which the package's tests start
 SERVING = ROOT / "packages" / "prefix-prefill" / "docs" / "serving.md"
 # its code loads what `nox -s hub` wrote
 RELEASING = ROOT / "docs" / "releasing.md"
-DOCUMENTS = [
-    path
-    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "packages/*/*.md", "packages/*/docs/*.md")
-    for path in sorted(ROOT.glob(pattern))
-    if blocks(path) and path not in (PARALLEL, SERVING)
-]
+DOCUMENTS = [path for path in documents() if path not in (PARALLEL, SERVING)]
 # a merge runs the first; the rest have a session of their own
 CASES = [
     pytest.param(path, id=str(path.relative_to(ROOT)), marks=[pytest.mark.site] * (i > 0))

@@ -23,7 +23,7 @@ class _Reached(Exception):
         self.arguments = arguments
 
 
-class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Checking(TorchDispatchMode):
     """Stops a call at its operator, and draws no random numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
