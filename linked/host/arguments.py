@@ -10,6 +10,7 @@ import functools
 import math
 import operator as operators
 import re
+import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from inspect import signature
 from typing import Any, NoReturn, TypeVar, cast
@@ -34,6 +35,8 @@ _INT64_MAX = 2**63 - 1
 # the exceptions that checks raise
 ERRORS = (TypeError, ValueError, NotImplementedError)
 _NUMPY_BOOL = "numpy", "bool"
+# what this process was warned of
+_warned: set[str] = set()
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
@@ -161,12 +164,42 @@ def check_floats(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
 
 
+def warn_once(about: str, message: str) -> None:
+    """Warn, once in a process for what it is about, of a call that is likely not what is meant.
+
+    A trace does not warn.
+    """
+    if about not in _warned and not torch.compiler.is_compiling():
+        _warned.add(about)
+        warnings.warn(message, stacklevel=5)
+
+
+def warn_of_heads_first(q: Tensor, k: Tensor) -> None:
+    """Warn of tensors that look like ``[batch, heads, seqlen, head_dim]``.
+
+    Their heads would be more than their tokens, which are as many as a model has heads.
+    """
+    if "heads" in _warned or torch.compiler.is_compiling():
+        return
+    _, tokens, heads, _ = q.shape
+    if not 1 < tokens < heads or heads < 16 or heads != k.shape[2] or tokens > 128 or tokens % 2:
+        return
+    if tokens % (k.shape[1] or 1) == 0:
+        warn_once(
+            "heads",
+            f"q is taken as [batch, seqlen, heads, head_dim], so that {list(q.shape)} has {heads} "
+            f"heads and {tokens} tokens; if its heads come first, pass q.transpose(1, 2), and k "
+            "and v likewise",
+        )
+
+
 def check_groups(heads_q: int, heads_k: int) -> None:
     """Check that the same number of query heads shares each head of keys."""
     if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
+        hint = "; heads stand right before head_dim" if heads_k > heads_q else ""
         raise ValueError(
             f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
+            f"heads_k {heads_k}{hint}"
         )
 
 
@@ -174,7 +207,8 @@ def check_no_gradient(name: str, x: Tensor) -> None:
     """Check that a tensor requires no gradient, because none is computed for it."""
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{name} must not require a gradient, which is not computed; got requires_grad=True"
+            f"{name} must not require a gradient, which is not computed; got requires_grad=True: "
+            f"pass {name}.detach()"
         )
 
 
@@ -222,7 +256,7 @@ def check_fp8_hardware(name: str, device: torch.device) -> torch.dtype:
     if not platform.supports_fp8:
         raise NotImplementedError(
             f"{name}: FP8 needs an NVIDIA GPU of sm_89 or up, or an AMD one of gfx942 or up, "
-            f"got {platform}"
+            f"got {platform}; use torch.bfloat16 there"
         )
     dtype: torch.dtype = getattr(torch, fp8_dtype(platform))
     return dtype
@@ -354,7 +388,10 @@ def is_flag(x: Any) -> bool:
 def check_window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
     """Check a window; return it with sizes clamped to ``MAX_WINDOW``, and -1 for None."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a tuple of two ints, got {shown(window_size)}")
+        raise TypeError(
+            f"window_size must be a tuple of two ints, got {shown(window_size)}; (left, right) are "
+            "the keys seen before and after a query's own, so that (W - 1, 0) shows W keys"
+        )
     left, right = (-1 if side is None else side for side in window_size)
     if not (is_int(left) and is_int(right)):
         raise TypeError(f"window_size must be a tuple of two ints, got {shown(window_size)}")

@@ -65,11 +65,15 @@ ERRORS = [
      {"v": zeros(14, 2, 6).bfloat16()}),
     ("k must be on the device of q, cpu, got meta", ValueError, fixed,
      {"k": zeros(2, 7, 2, 8, device=META)}),
-    ("q must be [batch, seqlen_q, heads_q, head_dim], got [5, 4, 8]", ValueError, fixed,
+    (
+        "q must be [batch, seqlen_q, heads_q, head_dim], got [5, 4, 8]; packed sequences go to "
+        "blocksparse_attn_varlen_func, one sequence is q[None]", ValueError, fixed,
      {"q": zeros(5, 4, 8)}),
     ("k must be [batch, seqlen_k, heads_k, head_dim], got [7, 2, 8]", ValueError, fixed,
      {"k": zeros(7, 2, 8)}),
-    ("q must be [tokens_q, heads_q, head_dim], got [2, 5, 4, 8]", ValueError, packed,
+    (
+        "q must be [tokens_q, heads_q, head_dim], got [2, 5, 4, 8]; sequences of one length go to "
+        "blocksparse_attn_func", ValueError, packed,
      {"q": zeros(2, 5, 4, 8)}),
     ("v must be [tokens_k, heads_k, head_dim], got [2, 7, 2, 6]", ValueError, packed,
      {"v": zeros(2, 7, 2, 6)}),
@@ -135,7 +139,7 @@ ERRORS = [
      {"k": zeros(4, 0, 2, 8), "v": zeros(4, 0, 2, 6)}),
     (
         "block_table has no gradient: q, k and v must not require one with paged keys and values, "
-        "got requires_grad=True",
+        "got requires_grad=True; train on packed k and v, without block_table",
         NotImplementedError, paged, {"q": zeros(10, 4, 8).requires_grad_()},
     ),
 ]  # fmt: skip

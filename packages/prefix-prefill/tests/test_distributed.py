@@ -134,7 +134,7 @@ def judge(case: Case, key: Any, results: Any) -> None:
 
 def test_what_is_not_offered_is_named(results):
     assert results[0][1] == [
-        "window_size must show a multiple of 2 keys over 2 ranks, got 7",
-        "alibi_slopes must be None over several ranks unless causal, got Tensor",
+        "window_size must show a multiple of 2 keys over 2 ranks, got 7; 8 is one",
+        "alibi_slopes must be None over several ranks unless causal, got Tensor; pass causal=True",
         "tree_mask is no argument here",
     ]

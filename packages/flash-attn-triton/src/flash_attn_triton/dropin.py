@@ -86,7 +86,7 @@ def triton_attention(
         if invariant and scales is not None:
             raise NotImplementedError(
                 f"{name} must be None beside invariant=True: the law has no FP8, "
-                f"got {arguments.kind(scales)}"
+                f"got {arguments.kind(scales)}; leave invariant out"
             )
     sm_scale = arguments.check_scale("sm_scale", sm_scale)
     max_seqlens_q = arguments.as_length("max_seqlens_q", max_seqlens_q)
@@ -200,7 +200,8 @@ def _quantised(
             scale = torch.full((1,), scale, dtype=torch.float32, device=x.device)
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"FP8 has no gradient: {name} must not require one with fp8_scales"
+                f"FP8 has no gradient: {name} must not require one with "
+                "fp8_scales, got requires_grad=True; leave fp8_scales out, or use torch.no_grad()"
             )
         if x.dtype != dtype:
             x = (x.float() / scale).clamp(limits.min, limits.max).to(dtype)

@@ -110,7 +110,8 @@ def paged_attn_func(
     )
     if alibi_slopes is not None and not causal:
         raise NotImplementedError(
-            "alibi_slopes must be None over several ranks unless causal, got Tensor"
+            "alibi_slopes must be None over several ranks unless causal, got Tensor; pass "
+            "causal=True"
         )
     has_one_query = not is_symbol(max_seqlen_q) and max_seqlen_q <= 1
     if has_one_query and options.window_left < 0 and alibi_slopes is None:
@@ -228,7 +229,7 @@ def _of_rank(options: Options, ranks: int) -> Options:
     if left >= 0 and right >= 0 and (left + right + 1) % ranks:
         raise NotImplementedError(
             f"window_size must show a multiple of {ranks} keys over {ranks} ranks, got "
-            f"{left + right + 1}"
+            f"{left + right + 1}; {round_up(left + right + 1, ranks)} is one"
         )
     if left >= 0:
         left = (left + right + 1) // ranks - 1 if right >= 0 else 0

@@ -251,8 +251,8 @@ CASES = [
     ("k_cache must be torch.uint8 for kv_dtype 'int4', got torch.int8", TypeError,
      {"kv_dtype": "int4"}),
     ("k_cache must be torch.int8 for kv_dtype 'int8', got torch.float32", TypeError, WIDE),
-    (f"k_cache must be {FORM} for kv_dtype 'int8', got [6, 2, 1, 8, 16]", NotImplementedError,
-     PACKED),
+    (f"k_cache must be {FORM} for kv_dtype 'int8', got [6, 2, 1, 8, 16]; the packed layout holds "
+     "FP8", NotImplementedError, PACKED),
     ("k_scale_cache must be given for kv_dtype 'int8', got None", ValueError, NO_SCALES),
     ("v_scale_cache must be given for kv_dtype 'int8', got None", ValueError,
      {"v_scale_cache": None}),

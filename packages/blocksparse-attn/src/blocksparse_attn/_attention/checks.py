@@ -27,6 +27,7 @@ from .._linked.host.arguments import (
     is_symbol,
     kind,
     shown,
+    warn_of_heads_first,
 )
 from ..layout import BlockSparseLayout
 from .call import Bounds, Options, Tensors
@@ -37,6 +38,11 @@ MAX_SPLITS = 128
 _FORMS = {
     4: ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]"),
     3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
+}
+# for dimensions of the other function: what to do
+_OTHERS = {
+    (4, 3): "; packed sequences go to blocksparse_attn_varlen_func, one sequence is q[None]",
+    (3, 4): "; sequences of one length go to blocksparse_attn_func",
 }
 _PAGED_FORM = "[pages, page_size, heads_k, head_dim]"
 _VARLEN = "use blocksparse_attn_varlen_func"
@@ -83,6 +89,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
                 f"head_dim of {name} must be from 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}"
             )
     _check_heads(q, k)
+    if ndim == 4:
+        warn_of_heads_first(q, k)
 
 
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
@@ -128,13 +136,16 @@ def check_block_table(q: Tensor, k: Tensor, v: Tensor, batch: int, block_table: 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
             "block_table has no gradient: q, k and v must not require one with paged keys and "
-            "values, got requires_grad=True"
+            "values, got requires_grad=True; train on packed k and v, without block_table"
         )
 
 
 def check_is_layout(layout: Any) -> None:
     if not isinstance(layout, BlockSparseLayout):
-        raise TypeError(f"layout must be a BlockSparseLayout, got {kind(layout)}")
+        hint = ""
+        if isinstance(layout, torch.Tensor):
+            hint = "; BlockSparseLayout.from_dense(mask, block_size) makes one of a mask of blocks"
+        raise TypeError(f"layout must be a BlockSparseLayout, got {kind(layout)}{hint}")
 
 
 def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) -> None:
@@ -223,7 +234,8 @@ def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> Non
         ("v", v, ndim_k, form_k),
     ):
         if x.ndim != want:
-            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+            hint = _OTHERS.get((want, x.ndim), "") if name == "q" else ""
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}{hint}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"head_dim of k must be that of q, {q.shape[-1]}, got {k.shape[-1]}")
     if v.shape[:-1] != k.shape[:-1]:

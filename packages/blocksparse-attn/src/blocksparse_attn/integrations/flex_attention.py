@@ -179,7 +179,8 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
     """
     if layout.batch is not None:
         raise NotImplementedError(
-            f"layout must be one for all sequences, got one for each of {layout.batch}"
+            f"layout must be one for all sequences, got one for each of {layout.batch}; "
+            "convert each sequence's by itself"
         )
     block_q, block_k = layout.block_size
     rows, cols = cdiv(seqlen, block_q), cdiv(seqlen, block_k)
@@ -196,7 +197,8 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
     bounds = layout._rule
     if bounds is not None and len(bounds) != 1:
         raise NotImplementedError(
-            f"layout must have one token rule for all sequences, got {len(bounds)}"
+            f"layout must have one token rule for all sequences, got {len(bounds)}; "
+            "convert each sequence's by itself"
         )
     form: dict[str, Any] = {"BLOCK_SIZE": (block_q, block_k), "seq_lengths": (seqlen, seqlen)}
     causal = layout._causal_of(causal)

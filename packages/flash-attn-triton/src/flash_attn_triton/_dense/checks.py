@@ -23,6 +23,7 @@ from .._linked.host.arguments import (
     is_symbol,
     kind,
     shown,
+    warn_of_heads_first,
 )
 from .call import Arguments, Options, Tensors
 
@@ -31,6 +32,11 @@ MAX_HEAD_DIM = 256
 _FORMS = {
     4: ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]"),
     3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
+}
+# for dimensions of the other function: what to do
+_OTHERS = {
+    (4, 3): "; packed sequences go to flash_attn_varlen_func, one sequence is q[None]",
+    (3, 4): "; sequences of one length go to flash_attn_func",
 }
 
 
@@ -44,7 +50,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != ndim:
-        raise ValueError(f"q must be {_FORMS[ndim][0]}, got {list(q_shape)}")
+        other = _OTHERS.get((ndim, len(q_shape)), "")
+        raise ValueError(f"q must be {_FORMS[ndim][0]}, got {list(q_shape)}{other}")
     if len(k_shape) != ndim:
         raise ValueError(f"k must be {_FORMS[ndim][1]}, got {list(k_shape)}")
     if len(v_shape) != ndim:
@@ -56,6 +63,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     if not 1 <= v_shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim of v must be from 1 to {MAX_HEAD_DIM}, got {v_shape[-1]}")
     _check_heads(q, k, v)
+    if ndim == 4:
+        warn_of_heads_first(q, k)
 
 
 def check_packed(
@@ -103,8 +112,11 @@ def check_extras(x: Tensors, batch: int, seqlen_q: int, seqlen_k: int) -> None:
     if bias is not None:
         check_tensor("bias", bias)
         if bias.dtype != q.dtype and bias.dtype != torch.float32:
+            of_q = f"have the dtype of q, {q.dtype}, or " if q.dtype != torch.float32 else ""
+            mask = "; of a mask, 0 where a key is seen and -inf where it is not"
             raise TypeError(
-                f"bias must have the dtype of q, {q.dtype}, or torch.float32, got {bias.dtype}"
+                f"bias must {of_q}be torch.float32, got {bias.dtype}"
+                + mask * (bias.dtype == torch.bool)
             )
         if bias.dtype in FP8_DTYPES:
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
@@ -224,7 +236,8 @@ def check_low_precision(x: Tensors, batch: int, out_dtype: torch.dtype | None) -
             if t is not None and t.requires_grad:
                 raise NotImplementedError(
                     "FP8 has no gradient: inputs must not require one with FP8 inputs or an FP8 "
-                    f"out_dtype, got requires_grad=True of {name}"
+                    f"out_dtype, got requires_grad=True of {name}; use bfloat16, or "
+                    "torch.no_grad()"
                 )
     return out_dtype
 
@@ -234,21 +247,24 @@ def check_invariant(x: Tensors, options: Options, out_dtype: torch.dtype) -> Non
     if x.q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "
-            f"bits than the sums have, so that a tile of zeros would round them, got {x.q.dtype}"
+            f"bits than the sums have, so that a tile of zeros would round them, got {x.q.dtype}; "
+            "pass q, k and v in bfloat16"
         )
     if out_dtype in FP8_DTYPES:
         raise NotImplementedError(
-            f"out_dtype must not be FP8 beside invariant=True, got {out_dtype}"
+            f"out_dtype must not be FP8 beside invariant=True, got {out_dtype}; quantise the "
+            "output afterwards"
         )
     if options.dropout_p > 0.0:
         raise NotImplementedError(
             "dropout_p must be 0.0 beside invariant=True: its draw depends on the place in the "
-            f"batch and in the call, got {options.dropout_p}"
+            f"batch and in the call, got {options.dropout_p}; leave invariant out in training"
         )
     for name, extra in (("bias", x.bias), ("alibi_slopes", x.alibi_slopes)):
         if extra is not None:
             raise NotImplementedError(
-                f"{name} must be None beside invariant=True: the law has no term for it, got Tensor"
+                f"{name} must be None beside invariant=True: the law has no term for it, got "
+                "Tensor; leave invariant out"
             )
 
 

@@ -55,7 +55,9 @@ def check_options(q: Tensor, given: Arguments) -> Options:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
     if dropout_p > 0.0 and q.dtype in FP8_DTYPES:
-        raise NotImplementedError(f"dropout_p must be 0.0 for FP8 inputs, got {dropout_p}")
+        raise NotImplementedError(
+            f"dropout_p must be 0.0 for FP8 inputs, got {dropout_p}; pass q, k and v in bfloat16"
+        )
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     else:

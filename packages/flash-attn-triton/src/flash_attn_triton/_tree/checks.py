@@ -30,7 +30,7 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             "q must be torch.float16, torch.bfloat16 or torch.float32: trees are not offered in "
-            f"FP8, got {q.dtype}"
+            f"FP8, got {q.dtype}; use torch.bfloat16"
         )
     if q.dtype not in DTYPES:
         raise TypeError(
@@ -106,7 +106,8 @@ def parents_on_device(parents: Sequence[int] | Tensor, device: torch.device) -> 
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "parents must be a tensor while a CUDA graph is captured, because a replay would copy "
-            f"from memory of the host that is used otherwise by then, got {kind(parents)}"
+            f"from memory of the host that is used otherwise by then, got {kind(parents)}; pass "
+            "torch.tensor(parents, dtype=torch.int32, device=q.device), made before"
         )
     pinned = torch.tensor(parents, dtype=torch.int32, device="cpu", pin_memory=True)
     return pinned.to(device, non_blocking=True)

@@ -237,7 +237,9 @@ def attention_forward(
     packing = _packing_of_call(q, k, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if packing is not None:
         if position_bias is not None:
-            raise NotImplementedError("position_bias together with cu_seq_lens_q")
+            raise NotImplementedError(
+                "position_bias must be None beside cu_seq_lens_q, got Tensor; pad the sequences"
+            )
         # a mask of sequence numbers comes from position_ids and repeats the packing
         if attention_mask is None or attention_mask.dtype == torch.int32:
             return _attend_packed(q, k, v, packing, pattern, options), None

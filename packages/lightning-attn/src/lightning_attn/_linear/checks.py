@@ -21,6 +21,7 @@ from .._linked.host.arguments import (
     check_scale,
     check_tensor,
     kind,
+    warn_of_heads_first,
 )
 from .._linked.host.overlap import check_no_overlap
 
@@ -31,6 +32,11 @@ MAX_NEW_TOKENS = 8
 SCHEDULES = ("auto", "sequential", "parallel")
 
 _FORMS = {4: "[batch, seqlen, heads, {}]", 3: "[tokens, heads, {}]"}
+# for dimensions of the other function: what to do
+_OTHERS = {
+    (_FORMS[4], 3): "; packed sequences go to lightning_attn_varlen_func, one sequence is q[None]",
+    (_FORMS[3], 4): "; sequences of one length go to lightning_attn_func",
+}
 _DECODE_FORM = "[batch, tokens, heads, {}]"
 _DECAY = "use decay, which is at least 0: exp(-decay) is what a token leaves of the state"
 # arguments of other linear attention functions, and what to do here
@@ -67,6 +73,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str | None = Non
         )
     check_kinds(q, k, v)
     _check_shapes(q, k, v, ndim, form)
+    if form == _FORMS[4]:
+        warn_of_heads_first(q, k)
     for name, x, letter in (("q", q, "d"), ("v", v, "e")):
         size = x.shape[-1]
         if not HEAD_DIM_UNIT <= size <= MAX_HEAD_DIM or size % HEAD_DIM_UNIT:
@@ -256,7 +264,8 @@ def check_no_gradient(what: str, **tensors: Tensor | None) -> None:
         if x is not None and x.requires_grad:
             raise NotImplementedError(
                 f"{what} has no gradient: its inputs must not require one, got requires_grad=True "
-                f"of {name}"
+                f"of {name}; call lightning_attn_func with initial_state and output_final_state "
+                "to train, or use torch.no_grad()"
             )
 
 
@@ -264,7 +273,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str) -> None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != ndim:
             wanted = form.format("e" if name == "v" else "d")
-            raise ValueError(f"{name} must be {wanted}, got {list(x.shape)}")
+            hint = _OTHERS.get((form, x.ndim), "") if name == "q" else ""
+            raise ValueError(f"{name} must be {wanted}, got {list(x.shape)}{hint}")
     if q.shape[-2] < 1:
         raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape != q.shape:

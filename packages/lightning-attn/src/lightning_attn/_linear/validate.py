@@ -7,7 +7,7 @@ tensor to the host, so it waits for the device, and a CUDA graph cannot capture 
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import as_int32, check_tensor
+from .._linked.host.arguments import as_int32, check_tensor, warn_once
 from . import checks
 
 
@@ -24,10 +24,17 @@ def validate_decay(decay: Tensor) -> None:
     check_tensor("decay", decay)
     if not decay.dtype.is_floating_point:
         raise TypeError(f"decay must be of a float dtype, got {decay.dtype}")
-    for i, rate in enumerate(decay.reshape(-1).tolist()):
+    rates = decay.reshape(-1).tolist()
+    for i, rate in enumerate(rates):
         # written so that NaN fails
         if not rate >= 0.0:
             raise ValueError(f"decay[{i}] must be at least 0, got {rate}")
+    if len(rates) > 1 and all(0.89 < rate < 1.0 for rate in rates):
+        warn_once(
+            "decay",
+            f"decay looks like the factor of a state, got {rates[0]} and others from 0.9 to 1; the "
+            "factor is exp(-decay), so pass -decay.log() if these are factors",
+        )
 
 
 def validate_varlen(q: Tensor, cu_seqlens: Tensor) -> None:

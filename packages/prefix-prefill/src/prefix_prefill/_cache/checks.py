@@ -64,7 +64,8 @@ def check_quantised(k_cache: Tensor, kv_dtype: str) -> None:
         raise TypeError(f"k_cache must be {dtype} for kv_dtype {kv_dtype!r}, got {k_cache.dtype}")
     if is_packed(k_cache):
         raise NotImplementedError(
-            f"k_cache must be {_NHD} for kv_dtype {kv_dtype!r}, got {list(k_cache.shape)}"
+            f"k_cache must be {_NHD} for kv_dtype {kv_dtype!r}, got {list(k_cache.shape)}; the "
+            "packed layout holds FP8"
         )
 
 

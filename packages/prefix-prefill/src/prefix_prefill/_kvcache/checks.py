@@ -214,7 +214,10 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
     if x.block_table is not None:
         for name in ("cache_batch_idx", "cache_leftpad"):
             if getattr(x, name) is not None:
-                raise NotImplementedError(f"{name} must be None beside block_table, got Tensor")
+                raise NotImplementedError(
+                    f"{name} must be None beside block_table, got Tensor; a row of block_table "
+                    "says where a sequence lies"
+                )
         return
     if x.cache_batch_idx is not None:
         tensor_checks.check_indices("cache_batch_idx", x.cache_batch_idx, "q", q, 1)

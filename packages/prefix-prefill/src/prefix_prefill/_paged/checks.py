@@ -22,6 +22,7 @@ from .._linked.host.arguments import (
     check_tensor,
     is_symbol,
     kind,
+    warn_once,
 )
 from .tensor_checks import check_device, check_indices, check_lengths, check_scale_tensor
 
@@ -214,7 +215,7 @@ def check_tree(
     if alibi_slopes is not None:
         raise NotImplementedError(
             "alibi_slopes must be None beside tree_mask: the depth in a tree is no distance, "
-            "got Tensor"
+            "got Tensor; give each branch a call of its own"
         )
     check_tree_size(max_seqlen_q)
 
@@ -236,29 +237,32 @@ def check_invariant(
         if head_dim > MAX_INVARIANT_HEAD_DIM:
             raise NotImplementedError(
                 f"head_dim of {name} must be at most {MAX_INVARIANT_HEAD_DIM} beside "
-                f"invariant=True, got {head_dim}"
+                f"invariant=True, got {head_dim}; leave invariant out"
             )
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "
-            f"bits than the sums have, so that a tile of zeros would round them, got {q.dtype}"
+            f"bits than the sums have, so that a tile of zeros would round them, got {q.dtype}; "
+            "pass q in bfloat16, which an FP8 cache serves"
         )
     if out_dtype in FP8_DTYPES:
-        raise NotImplementedError(f"out must not be FP8 beside invariant=True, got {out_dtype}")
+        raise NotImplementedError(
+            f"out must not be FP8 beside invariant=True, got {out_dtype}; quantise it afterwards"
+        )
     if kv_dtype is not None:
         raise NotImplementedError(
             "kv_dtype must be None beside invariant=True: a training forward has no scale for "
-            f"each key, got {kv_dtype!r}"
+            f"each key, got {kv_dtype!r}; use an FP8 cache"
         )
     if alibi_slopes is not None:
         raise NotImplementedError(
             "alibi_slopes must be None beside invariant=True: the law has no term for it, "
-            "got Tensor"
+            "got Tensor; leave invariant out"
         )
     if tree_mask is not None:
         raise NotImplementedError(
             "tree_mask must be None beside invariant=True: keys of a branch do not count from "
-            "the first of a sequence, got Tensor"
+            "the first of a sequence, got Tensor; leave invariant out"
         )
     if rounds_new:
         raise NotImplementedError(
@@ -282,6 +286,12 @@ def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor 
             raise ValueError(
                 f"{name} must be None unless k_cache and v_cache are FP8, which are {k_cache.dtype}"
             )
+    if k_cache.dtype in FP8_DTYPES and k_descale is None and v_descale is None:
+        warn_once(
+            "descales",
+            "k_descale and v_descale are None beside an FP8 cache, so its numbers are taken as "
+            "they are; if k_scale and v_scale wrote it, pass these, otherwise a tensor of 1.0",
+        )
 
 
 def check_shared_scales(*descales: Tensor | None) -> None:
@@ -290,7 +300,7 @@ def check_shared_scales(*descales: Tensor | None) -> None:
         if scale is not None and scale.numel() != 1 and scale.ndim == 2:
             raise NotImplementedError(
                 f"{name} must have one element or be [heads_k] where sequences share keys, "
-                f"got {list(scale.shape)}"
+                f"got {list(scale.shape)}; paged_attn_func takes one for each sequence"
             )
 
 
@@ -337,7 +347,7 @@ def check_no_gradients(**arguments: Any) -> None:
         if isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
                 f"attention over a paged cache has no gradient: {name} must not require one, got "
-                "requires_grad=True"
+                "requires_grad=True; use torch.no_grad(), or flash_attn_triton to train"
             )
 
 
@@ -370,7 +380,8 @@ def check_reference(
 
 def _check_q_shape(q: Tensor) -> None:
     if q.ndim != 3:
-        raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
+        hint = "; q.flatten(0, 1) packs sequences of one length" if q.ndim == 4 else ""
+        raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}{hint}")
     check_head_dim(q.shape[2])
 
 

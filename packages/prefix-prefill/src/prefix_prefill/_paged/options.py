@@ -42,7 +42,7 @@ def check_options(
     if invariant and num_splits != 0:
         raise NotImplementedError(
             "num_splits must be 0 beside invariant=True: keys are cut where the law says, "
-            f"got {num_splits}"
+            f"got {num_splits}; leave it out"
         )
     return ORDINARY._replace(
         softmax_scale=softmax_scale,

@@ -87,12 +87,22 @@ def check_pages(
         if cached > room:
             raise ValueError(
                 f"seqlens_k[{b}] must be at most what block_table has room for, {room}, "
-                f"got {cached} cached keys"
+                f"got {cached} cached keys{_hint(sizes)}"
             )
         if queries == 0 or firsts[b] >= cached:
             continue
         for i in range(firsts[b] // sizes.block_size, -(-cached // sizes.block_size)):
             check_entry(f"block_table[{b}, {i}]", table[b][i], sizes.num_blocks, "num_blocks")
+
+
+def _hint(sizes: CacheSizes) -> str:
+    """Return what to do where a cache looks as if its heads came before the slots of a page."""
+    if sizes.block_size >= sizes.heads_k:
+        return ""
+    return (
+        f"; k_cache has {sizes.heads_k} heads and pages of {sizes.block_size}: if its heads come "
+        "first, pass k_cache.transpose(1, 2), and v_cache likewise"
+    )
 
 
 def check_entry(name: str, entry: int, count: int, count_name: str) -> None:

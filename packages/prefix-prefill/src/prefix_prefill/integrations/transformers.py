@@ -215,7 +215,9 @@ def attention_forward(
     if block_table is not None:
         raise NotImplementedError("block_table must be None: read_index says what it does")
     if dropout:
-        raise NotImplementedError(f"dropout must be 0.0 over a paged cache, got {dropout}")
+        raise NotImplementedError(
+            f"dropout must be 0.0 over a paged cache, got {dropout}; call model.eval()"
+        )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotImplementedError("is_causal must be True over a paged cache, got False")
     sink = one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
