@@ -5,6 +5,7 @@ Calls of one form share their checks and their launcher. This module imports onl
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ T = TypeVar("T")
 ACCESS_BYTES = 16
 # dtypes that are read one number at a time, so their alignment does not matter
 INDICES = frozenset((torch.int32, torch.int64, torch.bool))
+# GPU calls also check the values of their tensors, and then always go through the operators
+VALIDATES = os.environ.get("ATTN_VALIDATE") == "1"
 # forms kept: a program has a few, but one that never repeats a shape would fill memory
 LIMIT = 2048
 
@@ -75,6 +78,16 @@ def is_noting() -> bool:
     return noted() is not None
 
 
+def checks_values(x: Tensor) -> bool:
+    """Return whether calls check the values of tensors that are where ``x`` is.
+
+    They do on the CPU, and on a GPU with ``ATTN_VALIDATE=1``, but not while a stream captures.
+    """
+    if x.is_cpu:
+        return True
+    return VALIDATES and x.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
 def form_of(
     tokens: Sequence[Tensor],
     others: Sequence[Tensor | None],
@@ -91,7 +104,7 @@ def form_of(
         options: arguments that are no tensors; equal numbers of different types differ.
         packed: leave the number of rows of ``tokens`` out of the form.
     """
-    if is_watched():
+    if VALIDATES or is_watched():
         return None
     types = tuple(map(type, options))
     form: list[Hashable] = [torch.is_grad_enabled(), options, types]

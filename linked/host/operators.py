@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import on_one_device
-from .forms import interpreted, is_noting
+from .forms import VALIDATES, checks_values, interpreted, is_noting
 from .internals import is_plain_tensor, is_transformed, is_watched
 from .overlap import check_apart
 
@@ -127,12 +127,17 @@ def register(
         fake: implementation for traces: results without data.
         kernels: implementation for GPUs, and for the CPU if kernels are interpreted.
         eager: implementation for the CPU otherwise.
-        check: raises on the CPU if a tensor's data are invalid; traces do not run it.
+        check: raises if a tensor's data are invalid; runs on the CPU, and on a GPU with
+            ``ATTN_VALIDATE=1``, but not in traces.
         on_host: names of tensors that stay on the CPU while the others are on a GPU.
     """
 
     def check_and_run(*arguments: Any) -> Any:
-        check_apart(names, arguments, written)
+        if written:
+            check_apart(names, arguments, written)
+        first = next(x for x in arguments if isinstance(x, Tensor))
+        if VALIDATES and check is not None and checks_values(first):
+            check(*arguments)
         return kernels(*arguments)
 
     def on_cpu(*arguments: Any) -> Any:
@@ -152,7 +157,7 @@ def register(
     names = [x.name for x in defined._schema.arguments]
     written = [i for i, x in enumerate(defined._schema.arguments) if x.is_write]
     elsewhere = [i for i, name in enumerate(names) if name in on_host]
-    on_gpu = check_and_run if written else kernels
+    on_gpu = check_and_run if written or VALIDATES else kernels
     torch.library.impl(operator, "cuda", on_one_device(on_gpu, elsewhere))
     torch.library.impl(operator, "cpu", on_cpu)
     return defined

@@ -29,7 +29,7 @@ from ._layout.plot import draw
 from ._layout.rows import dense_csr, density_of, local_strided_csr, mask_of
 from ._layout.values import State, are_equal, joined, of_heads, order_sums, read, write
 from ._linked.host.arguments import as_int32, as_length, check_count, check_flag
-from ._linked.host.forms import Memory
+from ._linked.host.forms import Memory, checks_values
 from ._linked.host.internals import is_watched
 from .token_rule import TokenRule
 
@@ -437,9 +437,9 @@ class BlockSparseLayout:
         crow, col = (by_sequence(x, self._state.batch) for x in (self._crow, self._col))
         return crow, col, self.num_cols
 
-    def _check_on_cpu(self) -> None:
-        """Raise for values of CPU tensors that are out of range; in traces operators do."""
-        if self._crow.is_cpu and not is_watched():
+    def _check_values(self) -> None:
+        """Raise for values out of range, where calls check them; in traces operators do."""
+        if checks_values(self._crow) and not is_watched():
             check_csr_values(*self._blocks())
 
     def prepare(
@@ -479,7 +479,7 @@ class BlockSparseLayout:
             check_flag(name, flag)
         causal = self._causal_of(causal)
         form = ListForm(heads_q // heads_k, head_dim, dtype.itemsize, bool(causal))
-        self._check_on_cpu()
+        self._check_values()
         lists = self._for_heads(heads_q)._lists
         lists.prepare(form, backward, paged, is_top_left(align))
         return self

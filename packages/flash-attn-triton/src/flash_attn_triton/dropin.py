@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ._linked.host import arguments
+from ._linked.host.forms import checks_values
 from ._linked.host.internals import is_watched
 from ._linked.host.overlap import check_no_overlap
 from .api import flash_attn_varlen_func
@@ -219,5 +220,5 @@ def _check_scale(name: str, scale: float | Tensor) -> None:
         raise TypeError(f"{name} must be of a float dtype, got {scale.dtype}")
     if scale.numel() != 1:
         raise ValueError(f"{name} must have one element, got {list(scale.shape)}")
-    if scale.is_cpu and not is_watched():
+    if checks_values(scale) and not is_watched():
         arguments.check_fp8_scale(name, scale.item())

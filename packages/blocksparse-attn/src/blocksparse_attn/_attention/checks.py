@@ -169,7 +169,7 @@ def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) ->
         raise ValueError(
             f"batch of the layout's token_rule must be 1 or that of q, {batch}, got {len(rule)}"
         )
-    layout._check_on_cpu()
+    layout._check_values()
 
 
 def check_cover(

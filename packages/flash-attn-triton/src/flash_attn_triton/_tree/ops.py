@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._dense.ops import NAMESPACE
+from .._linked.host.forms import checks_values
 from .._linked.host.internals import refuse_tangents
 from .._linked.host.operators import (
     differentiable,
@@ -69,8 +70,8 @@ def _backward_eager(*arguments: Any) -> Grads:
 
 
 def _values(call: TreeCall) -> tuple[list[int], list[int]]:
-    """Check a tree on the CPU and return it as lists; a tree on a GPU is not read."""
-    if call.q.device.type != "cpu":
+    """Check a tree and return it as lists; on a GPU it is read with ``ATTN_VALIDATE=1`` alone."""
+    if not checks_values(call.q):
         return [], []
     tree = call.cu_seqlens.tolist(), call.parents.tolist()
     check_tree_values(*tree, call.q.shape[0], call.max_seqlen)
