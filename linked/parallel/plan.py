@@ -65,6 +65,10 @@ class ShardPlan:
         self.host_lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
         self._indices: dict[tuple[int, torch.device], Tensor] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy what the plan is made from."""
+        return _remade, (self.cu_seqlens, self.group_size, self.window, self.shard_rule)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """All that the plan depends on; equal plans have equal keys on every rank."""
@@ -163,3 +167,13 @@ def _offsets(cu_seqlens: Any) -> tuple[int, ...]:
         if end < begin:
             raise ValueError(f"cu_seqlens[{b}] must be at least {begin}, got {end}")
     return tuple(cu_seqlens)
+
+
+def _remade(
+    cu_seqlens: tuple[int, ...], group_size: int, window_size: tuple[int, int], shard: str
+) -> ShardPlan:
+    return ShardPlan(cu_seqlens, group_size, window_size=window_size, shard=shard)
+
+
+# torch.load makes plans
+torch.serialization.add_safe_globals([_remade])

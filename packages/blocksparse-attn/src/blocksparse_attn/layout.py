@@ -514,7 +514,7 @@ class BlockSparseLayout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the state without lists and launchers: launchers hold compiled kernels."""
-        return self._make, tuple(self._state)
+        return _restored, tuple(self._state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layout to a file that :meth:`load` reads."""
@@ -544,3 +544,11 @@ class BlockSparseLayout:
         dense = self.to_dense()
         kept = dense[0, head] if self.batch else dense[head]
         return draw(kept, self.block_size, f"head {head}", ax)
+
+
+def _restored(*state: Any) -> BlockSparseLayout:
+    return BlockSparseLayout._make(*state)
+
+
+# torch.load makes layouts, whose tensors calls check on the CPU
+torch.serialization.add_safe_globals([_restored, TokenRule])
