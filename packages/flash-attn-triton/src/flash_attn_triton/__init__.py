@@ -14,6 +14,7 @@ from .packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .padding import pad_input, unpad_input
 from .spans import attention_spans, varlen_attention_spans
 
 __version__ = "1.0.0"
@@ -28,9 +29,11 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "merge_attn_states",
+    "pad_input",
     "prepare",
     "tree_attention_reference",
     "triton_attention",
+    "unpad_input",
     "validate_tree",
     "validate_varlen",
     "varlen_attention_reference",
