@@ -1,5 +1,6 @@
 """Paged attention for AWS Trainium, in NKI, and a simulator on which anyone can run it."""
 
+from . import _needs  # noqa: F401 - first: what is missing is named
 from ._paged.forms import Bucket, Buckets
 from ._paged.masks import (
     load_block_tables,
