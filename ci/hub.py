@@ -96,7 +96,10 @@ def export(file: File, common: File, hub: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write our wheels as kernels for the hub.")
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Write our wheels as kernels for the hub.",
+    )
     parser.add_argument("--files", type=Path, default=ROOT / "dist", help="folder of our wheels")
     parser.add_argument("--hub", type=Path, default=ROOT / "hub", help="folder to write into")
     given = parser.parse_args()

@@ -208,7 +208,10 @@ def write(folder: Path, site: Path, url: str = "", docs: Path | None = None) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a package index as static files.")
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Write a package index as static files.",
+    )
     parser.add_argument("--files", type=Path, default=ROOT / "dist", help="our wheels and sdists")
     parser.add_argument(
         "--site", type=Path, default=ROOT / "site", help="to make; an index there is deleted first"

@@ -187,10 +187,16 @@ def train(steps: int, count: int, device: str, invariant: bool) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--answers", type=int, default=4)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps of training")
+    parser.add_argument("--answers", type=int, default=4, help="answers to a prompt")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the tensors are",
+    )
     options = parser.parse_args()
     train(options.steps, options.answers, options.device, invariant=False)
     apart = train(options.steps, options.answers, options.device, invariant=True)

@@ -169,8 +169,14 @@ def machine(package: str, device: torch.device) -> Row:
 
 def parser(about: str) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark of several GPUs."""
-    made = argparse.ArgumentParser(description=about.split("\n")[0])
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=about.split("\n")[0]
+    )
+    made.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the tensors are",
+    )
     made.add_argument("--json", type=Path, help="a file for the results")
     return made
 

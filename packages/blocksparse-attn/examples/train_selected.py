@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=150, help="steps of training")
     steps = parser.parse_args().steps
     print(f"a guess: {math.log(VOCABULARY):.2f} nats a token")
     last = {}

@@ -354,8 +354,16 @@ def plot(path: Path, files: list[Path]) -> None:
 
 def main() -> None:
     made = parser(__doc__ or "")
-    made.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    made.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384, 32768],
+        help="tokens of a sequence",
+    )
+    made.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what to measure"
+    )
     made.add_argument("--plot", type=Path, help="draw files of results, and measure nothing")
     made.add_argument("files", nargs="*", type=Path, help="with --plot: what --json wrote")
     args = made.parse_args()

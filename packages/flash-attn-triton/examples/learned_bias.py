@@ -199,11 +199,18 @@ def train(kind: str, steps: int, tokens: int, device: str) -> tuple[list[float],
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=(__doc__ or "").split("\n")[0],
+    )
     parser.add_argument("--model", choices=list(MODELS), help="default: one after the other")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=80, help="steps of training")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the tensors are",
+    )
     args = parser.parse_args()
     status = 0
     for kind in [args.model] if args.model else MODELS:

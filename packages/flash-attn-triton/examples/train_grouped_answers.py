@@ -185,12 +185,19 @@ def train(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=(__doc__ or "").split("\n")[0],
+    )
+    parser.add_argument("--steps", type=int, default=40, help="steps of training")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt")
-    parser.add_argument("--prompt-length", type=int, default=96)
-    parser.add_argument("--answer-length", type=int, default=12)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompt-length", type=int, default=96, help="tokens of a prompt")
+    parser.add_argument("--answer-length", type=int, default=12, help="tokens of an answer")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the tensors are",
+    )
     args = parser.parse_args()
     loss, weight = train(
         args.steps, args.answers, args.prompt_length, args.answer_length, args.device

@@ -182,11 +182,18 @@ def train(steps: int, longest: int, mesh: DeviceMesh, device: str) -> tuple[floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=(__doc__ or "").split("\n")[0],
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of training")
     parser.add_argument("--longest", type=int, default=200, help="tokens of the long document")
     parser.add_argument("--data", type=int, default=1, help="groups with packs of their own")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the tensors are",
+    )
     args = parser.parse_args()
     if "RANK" in os.environ:
         if args.device == "cuda":

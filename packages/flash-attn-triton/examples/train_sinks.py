@@ -105,11 +105,18 @@ def train(steps: int, batch: int, tokens: int, device: str) -> dict[str, list[fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=(__doc__ or "").split("\n")[0],
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps of training")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of a sequence")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the tensors are",
+    )
     args = parser.parse_args()
     losses = train(args.steps, args.batch, args.tokens, args.device)
     pairs = zip(losses["fused"], losses["written out"], strict=True)

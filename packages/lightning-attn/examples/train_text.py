@@ -172,13 +172,16 @@ def draw(losses: list[float], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__.partition("\n")[0],
+    )
     readme = Path(__file__).resolve().parent.parent / "README.md"
-    parser.add_argument("--text", type=Path, default=readme)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--text", type=Path, default=readme, help="a file to learn")
+    parser.add_argument("--steps", type=int, default=300, help="steps of training")
     # whole chunks of 64 tokens
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--plot", type=Path, help="draw the loss there (needs matplotlib)")
     parser.add_argument("--short", action="store_true", help="a few steps, to try the script")
     arguments = parser.parse_args()

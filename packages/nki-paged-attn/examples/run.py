@@ -30,10 +30,12 @@ def example(name: str, rng: np.random.Generator):
 
 
 def main(default: str = "tiled_matmul") -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.splitlines()[0]
+    )
     names = ("tiled_matmul", "softmax", "rms_norm")
     parser.add_argument("name", nargs="?", default=default, choices=names)
-    parser.add_argument("--target", default="trn2")
+    parser.add_argument("--target", default="trn2", help="trn1, trn2 or trn3")
     parser.add_argument("--html", help="where to write the timeline")
     arguments = parser.parse_args()
     kernel, inputs, expected = example(arguments.name, np.random.default_rng(0))
