@@ -33,6 +33,7 @@ BLOCK = re.compile(r"::$", re.MULTILINE)
 SHARED = {
     "docs/which-function.md": "Which function do I want?",
     "docs/installing.md": "Installing",
+    "docs/troubleshooting.md": "Questions and troubles",
     "docs/numerics.md": "Numerics",
     "docs/glossary.md": "Glossary",
     "docs/hopper-tutorial.md": "Hopper: tutorial",
