@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nki_paged_attn.sim.loader import MODULES
+
 from ._limits import matmul
 from ._nki import hbm, nisa, nl, sbuf, zeros
 
@@ -15,7 +17,20 @@ def load_sum():
 
 NOT_MODELLED = [
     (lambda: nisa.nc_matmul_mx(), "nisa.nc_matmul_mx is not modelled", {}),
-    (lambda: nl.softmax, "nl.softmax is not modelled", {}),
+    (lambda: nl.softmax(zeros((1, 8))), "nl.softmax is not modelled", {}),
+    (lambda: nl.rotten, "nl.rotten is not modelled", {}),
+    (lambda: nisa.rotten, "nisa.rotten is not modelled", {}),
+    (
+        lambda: nisa.activation(zeros((1, 8)), nl.silu_dx, zeros((1, 8))),
+        "nl.silu_dx is not modelled",
+        {},
+    ),
+    (
+        lambda: sbuf((1, 8), nl.float8_e4m3fn_x4),
+        "dtype float8_e4m3fn_x4 is not modelled [nki.language.float8_e4m3fn_x4]",
+        {},
+    ),
+    (lambda: MODULES["nki.collectives"].rank_id(), "nki.collectives.rank_id is not modelled", {}),
     (lambda: nl.tile_size.rotten, "nl.tile_size.rotten is not modelled", {}),
     (lambda: nl.arange, "nl.arange is of neuronxcc.nki; use slices, nl.ds or .ap()", {}),
     (lambda: sbuf((1, 1)).indirect, "NkiTensor.indirect is not modelled", {}),

@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .errors import NotModelledError
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 NUMPY = {
@@ -31,6 +33,10 @@ NUMPY = {
 NAMES = {dtype: name for name, dtype in NUMPY.items()}
 FLOATS = frozenset(name for name in NUMPY if "float" in name)
 INTEGERS = frozenset(NUMPY) - FLOATS
+# names that kernels compare dtypes with; tensors of them are not modelled
+UNMODELLED = frozenset(
+    {"tfloat32", "float8_e8m0fnu", "float8_e4m3fn_x4", "float8_e5m2_x4", "float4_e2m1fn_x4"}
+)
 
 # what fills memory that nothing has written, as in AWS's simulator
 POISON_INTEGER = 4
@@ -42,6 +48,8 @@ def name_of(dtype: Any) -> str:
         return dtype
     if isinstance(dtype, str) and dtype == "bool_":
         return "uint8"
+    if isinstance(dtype, str) and dtype in UNMODELLED:
+        raise NotModelledError(f"dtype {dtype} is not modelled [nki.language.{dtype}]")
     found = np.dtype(dtype)
     if found == np.bool_:
         return "uint8"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
 
@@ -31,6 +33,20 @@ class UnwrittenError(NkiValidationError):
 
 class NotModelledError(NotImplementedError):
     """A call or an option that the simulator does not model; it never guesses."""
+
+
+class Missing:
+    """A name that AWS's stubs have and the simulator does not model: its use raises.
+
+    A module may mention it, in a table of activation functions for example.
+    """
+
+    def __init__(self, name: str, page: str) -> None:
+        self.name = name
+        self.page = page
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise NotModelledError(f"{self.name} is not modelled [{self.page}]")
 
 
 def is_integer(x: object) -> bool:

@@ -9,23 +9,30 @@ import types
 from pathlib import Path
 from typing import Any
 
-from . import isa, language, typing
+from . import collectives, isa, language, typing
+from .dtypes import NUMPY, UNMODELLED
 from .simulator import jit, simulate
 
 
-def _namespace() -> types.ModuleType:
-    module = types.ModuleType("nki")
-    module.isa = isa  # type: ignore[attr-defined]
-    module.language = language  # type: ignore[attr-defined]
-    module.typing = typing  # type: ignore[attr-defined]
-    module.jit = jit  # type: ignore[attr-defined]
-    module.simulate = simulate  # type: ignore[attr-defined]
-    module.is_simulator = True  # type: ignore[attr-defined]
+def _module(name: str, **members: object) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(members)
     return module
 
 
-NKI = _namespace()
-MODULES = {"nki": NKI, "nki.isa": isa, "nki.language": language, "nki.typing": typing}
+PARTS: dict[str, types.ModuleType] = {
+    "isa": isa,
+    "language": language,
+    "typing": typing,
+    "collectives": collectives,
+    "dtype": _module("nki.dtype", **{n: getattr(language, n) for n in (*NUMPY, *UNMODELLED)}),
+}
+NKI = _module("nki", **PARTS, jit=jit, simulate=simulate, is_simulator=True)
+MODULES = {
+    "nki": NKI,
+    **{f"nki.{name}": part for name, part in PARTS.items()},
+    "nki.isa.constants": isa.constants,
+}
 OLD = (
     "neuronxcc.nki is refused in kernels since NKI 0.4: import nki, nki.isa and nki.language, pass "
     "dst first, and slice instead of masks [nki/migration]"

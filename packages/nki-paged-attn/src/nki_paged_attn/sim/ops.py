@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import Array
-from .errors import require
+from .errors import Missing, require
 
 PAGE = "nki.api.shared, supported math operators"
 ACTIVATION_PAGE = "nki.api.shared, supported activation functions"
@@ -113,6 +113,8 @@ OPS: dict[str, Op] = {
 
 def need_op(operation: str, operand: str, op: object) -> Op:
     """Return an operator token, or raise an error that names the value."""
+    if isinstance(op, Missing):
+        op()
     require(isinstance(op, Op), operation, operand, "must be an operator of nl", op, PAGE)
     return op  # type: ignore[return-value]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import NkiValidationError, NotModelledError
+from ..errors import Missing, NkiValidationError, NotModelledError
 from ..memory.machine import machine
 from ..memory.virtual import VirtualRegister
+from . import enums as constants
 from .copy import memset, tensor_copy
 from .cores import core_barrier, sendrecv
 from .dma import dma_copy, dma_transpose
@@ -45,9 +46,37 @@ def get_nc_version() -> nc_version:
     return nc_version(machine().target.generation)
 
 
+# names of AWS's stubs that are not modelled
+MISSING = frozenset(
+    {
+        "NkiInstruction",
+        "activate2",
+        "dma_compute",
+        "dropout",
+        "get_nc_sub_version",
+        "local_gather",
+        "nc_find_index8",
+        "nc_match_replace8",
+        "nc_matmul_mx",
+        "nonzero_with_count",
+        "quantize_mx",
+        "rand2",
+        "rand_get_state",
+        "rand_set_state",
+        "rng",
+        "sequence_bounds",
+        "set_rng_seed",
+        "tensor_scalar_cumulative",
+        "topk",
+    }
+)
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
+    if name in MISSING:
+        return Missing(f"nisa.{name}", f"nki.isa.{name}")
     raise NotModelledError(f"nisa.{name} is not modelled [nki.isa.{name}]")
 
 
@@ -59,6 +88,7 @@ __all__ = [
     "affine_select",
     "bn_aggr",
     "bn_stats",
+    "constants",
     "core_barrier",
     "dge_mode",
     "dma_copy",

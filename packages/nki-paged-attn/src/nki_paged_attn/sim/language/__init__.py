@@ -26,6 +26,11 @@ uint16 = "uint16"
 int8 = "int8"
 uint8 = "uint8"
 bool_ = "uint8"
+tfloat32 = "tfloat32"
+float8_e8m0fnu = "float8_e8m0fnu"
+float8_e4m3fn_x4 = "float8_e4m3fn_x4"
+float8_e5m2_x4 = "float8_e5m2_x4"
+float4_e2m1fn_x4 = "float4_e2m1fn_x4"
 
 sbuf = "sbuf"
 psum = "psum"
@@ -34,6 +39,8 @@ private_hbm = "private_hbm"
 shared_hbm = "shared_hbm"
 
 NKIObject = objects.NKIObject
+MemoryRegion = objects.MemoryRegion
+DType = str
 ds = DynamicSlice
 # loops run while a kernel is traced, so all ranges are Python's
 affine_range = range

@@ -28,6 +28,15 @@ class NKIObject:
     __hash__ = object.__hash__
 
 
+class MemoryRegion:
+    """The memories, by name."""
+
+    sbuf = "sbuf"
+    psum = "psum"
+    private_hbm = "private_hbm"
+    shared_hbm = "shared_hbm"
+
+
 class tensor:
     """An annotation of an argument: ``tensor[shape, dtype]``; nothing is checked."""
 

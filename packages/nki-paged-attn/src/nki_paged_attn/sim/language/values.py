@@ -14,7 +14,7 @@ import numpy as np
 from .. import isa
 from ..calls import named
 from ..dtypes import FLOATS, NUMPY
-from ..errors import NotModelledError, is_integer, is_number, require
+from ..errors import Missing, NotModelledError, is_integer, is_number, require
 from ..memory.machine import machine
 from ..memory.tensor import NkiTensor
 from ..ops import OPS, Op
@@ -276,11 +276,48 @@ def __getattr__(name: str) -> Any:
         return TOKENS[name]
     if name.startswith("_"):
         raise AttributeError(name)
+    if name in MISSING:
+        return Missing(f"nl.{name}", f"nki.language.{name}")
     if name in OLD:
         raise NotModelledError(f"nl.{name} is of neuronxcc.nki; {OLD[name]} [nki/migration]")
     raise NotModelledError(f"nl.{name} is not modelled [nki.language.{name}]")
 
 
+# names of AWS's stubs that are not modelled
+MISSING = frozenset(
+    {
+        "abs_max",
+        "abs_min",
+        "all",
+        "average",
+        "bypass",
+        "ceil",
+        "cos",
+        "dropout",
+        "erf_dx",
+        "floor",
+        "fmod",
+        "gather_flattened",
+        "gelu_apprx_sigmoid_dx",
+        "gelu_dx",
+        "invert",
+        "load_transpose2d",
+        "logical_not",
+        "mod",
+        "no_reorder",
+        "power",
+        "prelu",
+        "rand",
+        "random_seed",
+        "rms_norm",
+        "silu_dx",
+        "softmax",
+        "tan",
+        "trunc",
+        "var",
+        "while_loop",
+    }
+)
 # functions of neuronxcc.nki, and their replacements
 OLD = {
     "arange": "use slices, nl.ds or .ap()",
