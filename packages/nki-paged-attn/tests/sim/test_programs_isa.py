@@ -326,6 +326,14 @@ def rows_in_reverse(x):
     return stored(out)
 
 
+@program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.repeat(x[5:6], 32, axis=0))
+def a_row_to_all_partitions(x):
+    """AWS's library broadcasts so: one partition is read, 32 are written."""
+    out, rows = sbuf((32, 96)), loaded(x[5:6, :])
+    nisa.nc_stream_shuffle(out, rows[0:1, :], [0] * 32)
+    return stored(out)
+
+
 @program("nki.language.where", X, Y, expected=lambda x, y: np.where(x > y, x, 0))
 def where_one_is_larger(x, y):
     a, b = nl.load(x), nl.load(y)

@@ -95,6 +95,23 @@ def a_shuffle_from_a_partition_that_is_not_there():
     nisa.nc_stream_shuffle(sbuf((8, 4)), zeros((8, 4)), [9] * 32)
 
 
+@limit(
+    "nki.isa.nc_stream_shuffle",
+    "nisa.nc_stream_shuffle: dst must have 4 elements a partition, as src, got 8",
+)
+def a_shuffle_into_longer_rows():
+    nisa.nc_stream_shuffle(sbuf((32, 8)), zeros((32, 4)), [0] * 32)
+
+
+@limit(
+    "nki.isa.nc_stream_shuffle",
+    "nisa.nc_stream_shuffle: src must start at a multiple of 64, where 64 partitions are active, "
+    "got 32",
+)
+def a_shuffle_of_64_rows_from_32():
+    nisa.nc_stream_shuffle(sbuf((64, 4)), zeros((64, 4))[32:33, :], [0] * 32)
+
+
 @limit("nki.isa.nc_stream_shuffle", "nisa.nc_stream_shuffle: dst must be float32, got bfloat16")
 def a_shuffle_that_converts():
     nisa.nc_stream_shuffle(sbuf((32, 4), "bfloat16"), zeros((32, 4)), [0] * 32)

@@ -172,7 +172,15 @@ def nc_stream_shuffle(
     call, page = "nisa.nc_stream_shuffle", "nki.isa.nc_stream_shuffle"
     check_tile(call, "dst", dst)
     check_tile(call, "src", src)
-    check_same_size(call, "dst", dst, src)
+    size = dst.free_size
+    limit = f"must have {src.free_size} elements a partition, as src"
+    require(size == src.free_size, call, "dst", limit, size, page)
+    active = -(-max(dst.shape[0], src.shape[0]) // QUADRANT) * QUADRANT
+    step = {32: 32, 64: 64}.get(active, 128)
+    for operand, tile in (("dst", dst), ("src", src)):
+        start = tile.start_partition
+        limit = f"must start at a multiple of {step}, where {active} partitions are active"
+        require(start % step == 0, call, operand, limit, start, page)
     mask = list(shuffle_mask)
     require(
         len(mask) == QUADRANT and all(m == 255 or 0 <= m < QUADRANT for m in mask),
