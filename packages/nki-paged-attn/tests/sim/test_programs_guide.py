@@ -191,7 +191,7 @@ PAIR = np.abs(draw(2, 64, 32)) + 1
 @program(f"{LNC}, programming for multiple cores", PAIR, expected=lambda x: 1 / x, programs=2)
 def a_tile_for_each_core(x):
     out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
-    assert nl.num_programs() == 2
+    assert nl.num_programs() == nl.num_programs(axes=0) == 2
     i = nl.program_id(0)
     t = loaded(x[i])
     nisa.reciprocal(t, t)

@@ -27,6 +27,11 @@ def a_grid_of_three():
     jit(lambda: None)[3]
 
 
+@limit(LNC, "nl.num_programs: axes must be 0, got 1")
+def a_second_axis_of_programs():
+    nl.num_programs(axes=1)
+
+
 @limit(
     "nki.language.ndarray",
     "nisa.tensor_copy: src half must be written before it is read, got 4 unwritten elements",

@@ -151,8 +151,11 @@ def program_id(axis: int = 0) -> int:
 
 
 @named("nl")
-def num_programs(axis: int = 0) -> int:
+def num_programs(axes: Any = 0) -> int:
     """Return how many programs the logical core runs."""
+    page = "nki/get-started/about/lnc"
+    known = axes in (None, 0, (0,), [0])
+    require(known, "nl.num_programs", "axes", "must be 0", axes, page)
     return machine().programs
 
 
