@@ -96,6 +96,16 @@ class Scale(nl.NKIObject):
     offset: float = 1.0
 
 
+class Buffers(nl.NKIObject):
+    scale: float
+    tile = None
+    op = nl.add
+
+    @property
+    def double(self):
+        return 2 * self.scale
+
+
 @dataclass
 class Tile(nl.NKIObject):
     rows: int
@@ -106,6 +116,9 @@ def classes(a):
     scale = Scale(2.0)
     assert scale == Scale(factor=2.0, offset=1.0) != Scale(3.0)
     assert Tile(128).rows == a.shape[0]
+    buffers = Buffers(3.0, tile=1)
+    assert (buffers.double, buffers.tile, buffers.op) == (6.0, 1, nl.add)
+    assert buffers != Buffers(3.0)
     t = loaded(a)
     nisa.tensor_scalar(t, t, nl.multiply, scale.factor, op1=nl.add, operand1=scale.offset)
     return stored(t)

@@ -6,12 +6,17 @@ from typing import Any
 
 
 class NKIObject:
-    """Base of classes that a kernel uses: fields by annotation, equal if their fields are."""
+    """Base of classes that a kernel uses; equal if their fields are.
+
+    Fields are what a class annotates, and what it gives a value that is no function.
+    """
 
     def __init__(self, *values: Any, **named: Any) -> None:
         fields: list[str] = []
         for base in reversed(type(self).__mro__):
-            fields += [n for n in vars(base).get("__annotations__", {}) if n not in fields]
+            own = dict.fromkeys(vars(base).get("__annotations__", {}))
+            own.update(dict.fromkeys(n for n, x in vars(base).items() if _is_field(n, x)))
+            fields += [n for n in own if n not in fields]
         given = dict(zip(fields, values, strict=False)) | named
         if len(values) > len(fields) or set(given) - set(fields):
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields)}")
@@ -26,6 +31,11 @@ class NKIObject:
         return type(self) is type(other) and vars(self) == vars(other)
 
     __hash__ = object.__hash__
+
+
+def _is_field(name: str, x: Any) -> bool:
+    """Say whether a member of a class is a field: not private, no function or class."""
+    return not (name.startswith("_") or isinstance(x, type) or hasattr(type(x), "__get__"))
 
 
 class MemoryRegion:
