@@ -7,6 +7,7 @@ from enum import Enum
 
 import numpy as np
 import pytest
+from nki_paged_attn.sim import jit
 
 from ._nki import draw, hbm, loaded, nisa, nl, sbuf, stored, zeros
 from ._programs import Programs
@@ -149,6 +150,18 @@ def composition(a):
     out = hbm(a.shape)
     tiles(a, out, lambda dst, src: nisa.activation(dst=dst, op=nl.relu, data=src))
     return out
+
+
+@jit
+def relu_of_tiles(x, dst):
+    tiles(x, dst, lambda dst, src: nisa.activation(dst=dst, op=nl.relu, data=src))
+    return dst
+
+
+@program(f"{GUIDE}, composable kernels", A, expected=lambda a: np.maximum(a, 0))
+def composition_of_decorated_kernels(a):
+    """A decorated kernel within a kernel runs on the same memory."""
+    return relu_of_tiles(a, dst=hbm(a.shape))
 
 
 @program(f"{LOOPS}, runtime trip count", A, number(3), expected=lambda a, n: 8 * a)

@@ -16,7 +16,7 @@ from .dtypes import NUMPY
 from .errors import is_integer, require
 from .lnc import LNC
 from .memory.liveness import place
-from .memory.machine import Machine
+from .memory.machine import Machine, running
 from .memory.marks import UNWRITTEN
 from .memory.tensor import NkiTensor
 from .targets import Target, default_target, find_target
@@ -54,7 +54,14 @@ class Kernel:
         return Kernel(self.function, programs, self.target)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return simulate(self)(*arguments, **options)
+        """Run the kernel; within another one, it is a function of that kernel."""
+        state = running()
+        if state is None:
+            return simulate(self)(*arguments, **options)
+        fits = self.programs in (1, state.programs)
+        limit = f"within a kernel must be the kernel's, {state.programs}"
+        require(fits, "kernel[...]", "the grid", limit, self.programs, LNC)
+        return self.function(*arguments, **options)
 
 
 def jit(

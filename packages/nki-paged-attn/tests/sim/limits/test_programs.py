@@ -27,6 +27,11 @@ def a_grid_of_three():
     jit(lambda: None)[3]
 
 
+@limit(LNC, "kernel[...]: the grid within a kernel must be the kernel's, 1, got 2")
+def a_kernel_of_two_programs_in_a_kernel_of_one():
+    jit(lambda: None)[2]()
+
+
 @limit(LNC, "nl.num_programs: axes must be 0, got 1")
 def a_second_axis_of_programs():
     nl.num_programs(axes=1)

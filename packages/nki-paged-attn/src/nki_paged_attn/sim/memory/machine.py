@@ -22,9 +22,14 @@ from .storage import Iteration, Storage
 _current = threading.local()
 
 
+def running() -> Machine | None:
+    """Return the machine that runs the kernel of this thread, if there is one."""
+    return getattr(_current, "machine", None)
+
+
 def machine() -> Machine:
     """Return the machine that runs the kernel of this thread."""
-    found: Machine | None = getattr(_current, "machine", None)
+    found = running()
     if found is None:
         raise RuntimeError("nki calls need a running kernel; use simulate(kernel)(*arrays)")
     return found
@@ -82,7 +87,7 @@ class Machine:
         self.pooled = {"sbuf": 0, "psum": 0}
 
     def __enter__(self) -> Machine:
-        self.outer = getattr(_current, "machine", None)
+        self.outer = running()
         _current.machine = self
         return self
 
