@@ -59,6 +59,14 @@ def test_large_moving_operands_on_gen4():
     run(body, target="trn3")
 
 
+def test_sizes_of_the_hardware_are_known_outside_of_a_kernel(monkeypatch):
+    names = [n for n in dir(nl.tile_size) if not n.startswith("_")]
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+    outside = [getattr(nl.tile_size, n) for n in names]
+    assert run(lambda: [getattr(nl.tile_size, n) for n in names], target="trn3") == tuple(outside)
+    assert nl.tile_size.gemm_moving_fmax == 4096
+
+
 def test_calls_outside_of_a_kernel_say_so():
     with pytest.raises(RuntimeError, match="need a running kernel"):
         nl.ndarray((1, 1), np.float32)

@@ -7,8 +7,9 @@ from typing import Any
 from ..calls import named
 from ..dtypes import name_of
 from ..errors import NotModelledError, is_integer, require
-from ..memory.machine import machine
+from ..memory.machine import machine, running
 from ..memory.tensor import DynamicSlice, NkiTensor
+from ..targets import Target, default_target, find_target
 from . import objects, values
 from .loops import dynamic_range as dynamic_range
 from .loops import fori_loop as fori_loop
@@ -94,47 +95,47 @@ def ndarray(
 
 
 class _TileSize:
-    """Sizes of the hardware that a kernel runs on."""
+    """Sizes of the hardware that a kernel runs on; outside of a kernel, of the default target."""
 
     pmax = 128
     gemm_stationary_fmax = 128
     psum_num_banks = 8
     bn_stats_fmax = 512
-
-    @property
-    def gemm_moving_fmax(self) -> int:
-        return machine().target.moving_free["float32"]
-
-    @property
-    def psum_bank_fmax_bytes(self) -> int:
-        return machine().target.psum_bank_bytes
-
-    @property
-    def psum_bank_fmax(self) -> int:
-        return machine().target.psum_bank_bytes // 4
-
-    @property
-    def sbuf_fmax_bytes(self) -> int:
-        return machine().target.sbuf_bytes
-
-    @property
-    def sbuf_fmax(self) -> int:
-        return machine().target.sbuf_bytes // 4
-
     psum_min_align = 4
     sbuf_min_align = 1
 
     @property
-    def psum_fmax(self) -> int:
-        return machine().target.psum_bank_bytes // 4
+    def _target(self) -> Target:
+        state = running()
+        return find_target(default_target()) if state is None else state.target
 
     @property
-    def total_available_sbuf_size(self) -> int:
-        return machine().target.sbuf_bytes
+    def gemm_moving_fmax(self) -> int:
+        return self._target.moving_free["float32"]
+
+    @property
+    def psum_bank_fmax_bytes(self) -> int:
+        return self._target.psum_bank_bytes
+
+    @property
+    def psum_bank_fmax(self) -> int:
+        return self._target.psum_bank_bytes // 4
+
+    psum_fmax = psum_bank_fmax
+
+    @property
+    def sbuf_fmax_bytes(self) -> int:
+        return self._target.sbuf_bytes
+
+    total_available_sbuf_size = sbuf_fmax_bytes
+
+    @property
+    def sbuf_fmax(self) -> int:
+        return self._target.sbuf_bytes // 4
 
     @property
     def sbuf_size_bytes(self) -> int:
-        return machine().target.sbuf_bytes * machine().target.partitions
+        return self._target.sbuf_bytes * self._target.partitions
 
     def __getattr__(self, name: str) -> int:
         raise NotModelledError(f"nl.tile_size.{name} is not modelled [nki.language.tile_size]")
