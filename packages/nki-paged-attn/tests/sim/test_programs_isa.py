@@ -319,6 +319,17 @@ def gather_within_partitions(x, i):
     return stored(out)
 
 
+@program("nki.isa.dge_mode", X, expected=lambda x: np.exp(x).sum(axis=1, keepdims=True))
+def numbers_for_members_of_enumerations(x):
+    """AWS's library keeps ``_DGE_MODE_NONE = 3`` and its like."""
+    tile, total = sbuf(x.shape), sbuf((64, 1))
+    nisa.dma_copy(tile, x, dge_mode=3, oob_mode=0)
+    command = nisa.reduce_cmd.reset_reduce.value
+    nisa.activation(tile, nl.exp, tile, reduce_op=nl.add, reduce_res=total, reduce_cmd=command)
+    nisa.tensor_copy(tile, tile, engine=nisa.engine.gpsimd.value)
+    return stored(total)
+
+
 @program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.concatenate([x[31::-1], x[:31:-1]]))
 def rows_in_reverse(x):
     out = zeros((64, 96))

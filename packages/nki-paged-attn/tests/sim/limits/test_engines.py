@@ -49,14 +49,14 @@ def a_string_for_the_engine_of_a_transpose():
     nisa.nc_transpose(psum((8, 8)), zeros((8, 8)), engine="tensor")
 
 
-@limit("nki.isa.reduce_cmd", "nisa.activation: reduce_cmd must be one of nisa.reduce_cmd, got 3")
+@limit("nki.isa.reduce_cmd", "nisa.activation: reduce_cmd must be one of nisa.reduce_cmd, got 9")
 def a_number_for_a_command():
-    nisa.activation(sbuf((8, 8)), nl.exp, zeros((8, 8)), reduce_cmd=3)
+    nisa.activation(sbuf((8, 8)), nl.exp, zeros((8, 8)), reduce_cmd=9)
 
 
-@limit("nki.isa.oob_mode", "nisa.dma_copy: oob_mode must be one of nisa.oob_mode, got 1")
+@limit("nki.isa.oob_mode", "nisa.dma_copy: oob_mode must be one of nisa.oob_mode, got 9")
 def a_number_for_a_mode():
-    nisa.dma_copy(sbuf((8, 8)), hbm((8, 8)), oob_mode=1)
+    nisa.dma_copy(sbuf((8, 8)), hbm((8, 8)), oob_mode=9)
 
 
 @limit(

@@ -14,11 +14,13 @@ from ..memory.tensor import NkiTensor
 from .enums import reduce_cmd as Command
 
 
-def check_reduction(call: str, command: Command, result: NkiTensor | None, partitions: int) -> None:
+def check_reduction(
+    call: str, command: Command, result: NkiTensor | None, partitions: int
+) -> Command:
     """Check a command to VectorE's registers, and the tile to which they are written."""
-    check_enum(call, "reduce_cmd", command, Command)
+    command = check_enum(call, "reduce_cmd", command, Command)
     if result is None:
-        return
+        return command
     check_vector(call, "reduce_res", result, partitions)
     require(
         command != Command.idle,
@@ -28,6 +30,7 @@ def check_reduction(call: str, command: Command, result: NkiTensor | None, parti
         result.name,
         f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
     )
+    return command
 
 
 def accumulate(

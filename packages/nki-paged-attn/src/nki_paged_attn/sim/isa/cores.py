@@ -27,7 +27,7 @@ def core_barrier(
 ) -> None:
     """Wait for the other program; then each may read what the other wrote to ``data``."""
     call = "nisa.core_barrier"
-    check_enum(call, "engine", engine, Engine)
+    engine = check_enum(call, "engine", engine, Engine)
     check_tensor(call, "data", data, "shared_hbm")
     page = "nki.isa.core_barrier"
     require(tuple(cores) == (0, 1), call, "cores", "must be (0, 1)", cores, page)

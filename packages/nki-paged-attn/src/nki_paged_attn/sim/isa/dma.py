@@ -39,7 +39,9 @@ def dma_copy(
     require(
         dst.size == src.size, call, "dst", f"must have src's {src.size} elements", dst.size, COPY
     )
-    check_enum(call, "oob_mode", oob_mode, OobMode)
+    oob_mode = check_enum(call, "oob_mode", oob_mode, OobMode)
+    dge_mode = check_enum(call, "dge_mode", dge_mode, DgeMode)
+    engine = check_enum(call, "engine", engine, Engine)
     _check_mode(call, dst, src, priority, dge_mode, engine)
     if not dst.is_indirect() and not src.is_indirect():
         _move(call, dst, src)
@@ -79,8 +81,6 @@ def _check_mode(
     call: str, dst: NkiTensor, src: NkiTensor, priority: int | None, mode: DgeMode, engine: Engine
 ) -> None:
     target = machine().target
-    check_enum(call, "dge_mode", mode, DgeMode)
-    check_enum(call, "engine", engine, Engine)
     if priority is not None:
         require(target.has_dma_priority, call, "priority", "is for trn3 or newer", priority, COPY)
         require(0 <= priority <= 3, call, "priority", "must be from 0 to 3", priority, COPY)
@@ -273,7 +273,7 @@ def dma_transpose(
     call = "nisa.dma_transpose"
     if priority is not None or oob_mode != OobMode.error:
         raise NotModelledError(f"{call}: priority and oob_mode [{TRANSPOSE}]")
-    check_enum(call, "dge_mode", dge_mode, DgeMode)
+    dge_mode = check_enum(call, "dge_mode", dge_mode, DgeMode)
     check_tensor(call, "dst", dst, "sbuf")
     check_pattern(call, "dst", dst)
     check_tensor(call, "src", src, "sbuf", "private_hbm", "shared_hbm")

@@ -41,7 +41,7 @@ def log(
 def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
     """Return the engine to run on; the call must allow it."""
     page = f"nki.isa.{call.removeprefix('nisa.')}"
-    check_enum(call, "engine", engine, Engine)
+    engine = check_enum(call, "engine", engine, Engine)
     if engine == Engine.unknown:
         return default
     require(

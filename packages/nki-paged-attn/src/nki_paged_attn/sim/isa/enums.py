@@ -9,10 +9,10 @@ class engine(Enum):
     """Engines of a NeuronCore."""
 
     tensor = 1
-    vector = 2
-    scalar = 3
-    gpsimd = 4
-    dma = 5
+    vector = 5
+    scalar = 2
+    gpsimd = 3
+    dma = 4
     sync = 6
     unknown = 0
 
@@ -46,8 +46,8 @@ class dge_mode(IntEnum):
 class matmul_perf_mode(Enum):
     """Performance modes of TensorE."""
 
-    none = 0
-    double_row = 1
+    none = "none"
+    double_row = "double_row"
 
 
 class nc_version(IntEnum):
@@ -61,5 +61,5 @@ class nc_version(IntEnum):
 class dma_engine(Enum):
     """Which DMA moves tiles between the cores of a logical core."""
 
-    dma = 0
-    gpsimd_dma = 1
+    dma = 1
+    gpsimd_dma = 2

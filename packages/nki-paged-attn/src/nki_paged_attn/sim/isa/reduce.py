@@ -158,7 +158,7 @@ def exponential(
     check_tile(call, "src", src)
     check_same_size(call, "dst", dst, src)
     y, also = scalar_or_vector(call, "max_value", max_value, src)
-    check_reduction(call, reduce_cmd, reduce_res, src.shape[0])
+    reduce_cmd = check_reduction(call, reduce_cmd, reduce_res, src.shape[0])
     x = read(call, "src", src)
     sums = None
     if x is not None:

@@ -81,7 +81,7 @@ def _activate(
     command: Command,
 ) -> None:
     target = machine().target
-    check_enum(call, "reduce_cmd", command, Command)
+    command = check_enum(call, "reduce_cmd", command, Command)
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     check_same_size(call, "dst", dst, data)

@@ -98,7 +98,7 @@ def range_select(
         range_start,
         page,
     )
-    check_reduction(call, reduce_cmd, reduce_res, parts)
+    reduce_cmd = check_reduction(call, reduce_cmd, reduce_res, parts)
     x = read(call, "on_true_tile", on_true_tile)
     b0, b1 = read(call, "bound0", bound0), read(call, "bound1", bound1)
     value: Array | None = None
@@ -163,7 +163,7 @@ def select_reduce(
     )
     other: Any
     other, also = scalar_or_vector(call, "on_false", on_false, on_true)
-    check_reduction(call, reduce_cmd, reduce_res, on_true.shape[0])
+    reduce_cmd = check_reduction(call, reduce_cmd, reduce_res, on_true.shape[0])
     if reduce_res is not None:
         require(
             "float" in reduce_res.dtype,

@@ -49,7 +49,7 @@ def nc_matmul(
 ) -> None:
     """``dst[M, N] = stationary[K, M].T @ moving[K, N]``, accumulated in fp32."""
     call = "nisa.nc_matmul"
-    check_enum(call, "perf_mode", perf_mode, matmul_perf_mode)
+    perf_mode = check_enum(call, "perf_mode", perf_mode, matmul_perf_mode)
     require(
         accumulate is None or isinstance(accumulate, bool),
         call,
@@ -273,7 +273,7 @@ def nc_transpose(
 ) -> None:
     """Exchange partitions and free elements; free dimensions count as one."""
     call = "nisa.nc_transpose"
-    check_enum(call, "engine", engine, Engine)
+    engine = check_enum(call, "engine", engine, Engine)
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     require(

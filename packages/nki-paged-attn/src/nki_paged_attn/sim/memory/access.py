@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..dtypes import NUMPY, Array, from_fp32, to_fp32
-from ..errors import NkiValidationError, UnwrittenError, require
+from ..errors import NkiValidationError, UnwrittenError, is_integer, require
 from ..lnc import LNC
 from .machine import machine
 from .marks import BY_OTHERS, READ, UNWRITTEN, WROTE
@@ -16,6 +16,7 @@ from .tensor import AP_PAGE, MAX_COUNT, MAX_DIMS, MAX_FREE_DIMS, NkiTensor
 from .views import PAGE
 
 ARCH = "nki/guides/architecture"
+E = TypeVar("E", bound=Enum)
 # patterns of tiles that passed the checks: a kernel has few, and runs each many times
 MOST_KNOWN = 2**14
 _FOUND_RIGHT: set[tuple[tuple[int, ...], tuple[int, ...], int, int]] = set()
@@ -57,16 +58,20 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
     return tensor
 
 
-def check_enum(operation: str, operand: str, x: object, kind: type[Enum]) -> None:
-    """Check that an option is a member of its enumeration, not a string or a number."""
+def check_enum(operation: str, operand: str, x: object, kind: type[E]) -> E:
+    """Return an option as a member of its enumeration; it may be the number of one."""
+    if isinstance(x, kind):
+        return x
+    found = {m.value: m for m in kind}.get(x) if is_integer(x) else None
     require(
-        isinstance(x, kind),
+        found is not None,
         operation,
         operand,
         f"must be one of nisa.{kind.__name__}",
         repr(x),
         f"nki.isa.{kind.__name__}",
     )
+    return found  # type: ignore[return-value]
 
 
 def check_tile(
