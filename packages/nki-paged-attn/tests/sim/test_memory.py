@@ -361,8 +361,9 @@ def test_programs_of_a_logical_core_share_their_output():
 
 def test_programs_may_not_write_the_same_place():
     def body():
-        out = hbm((2, 4), name="shared")
-        nisa.dma_copy(out[0:1, :], zeros((1, 4)))
+        out, tile = hbm((2, 4), name="shared"), zeros((1, 4))
+        nisa.memset(tile, float(nl.program_id(0)))
+        nisa.dma_copy(out[0:1, :], tile)
         return out
 
     with pytest.raises(NkiValidationError, match="shared: programs of a logical core must write"):

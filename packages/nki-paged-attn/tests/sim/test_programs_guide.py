@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from nki_paged_attn.sim import jit
 
-from ._nki import draw, hbm, loaded, nisa, nl, sbuf, stored, zeros
+from ._nki import draw, hbm, loaded, nisa, nl, run, sbuf, stored, zeros
 from ._programs import Programs
 
 program = Programs()
@@ -274,3 +274,16 @@ def two_buffers_at_addresses(a):
 @pytest.mark.parametrize("name", program.cases)
 def test_program(name):
     program.check(name)
+
+
+def test_both_cores_may_write_the_same():
+    """As AWS's cumsum does; each may read what it wrote itself."""
+
+    def body(x):
+        out = hbm((64, 32))
+        nisa.dma_copy(out, loaded(x[0]))
+        return stored(loaded(out))
+
+    with pytest.warns(UserWarning, match="both programs of a logical core write the same values"):
+        assert (run(body, PAIR, programs=2, strict=True) == PAIR[0]).all()
+    assert run(body, PAIR, programs=2, execute=False).shape == (64, 32)

@@ -87,9 +87,12 @@ def outputs_of_different_shapes():
     "nisa.dma_copy: dst shared: programs of a logical core must write apart, got an element that "
     "the other program wrote",
     programs=2,
+    of_values=True,
 )
 def two_writes_of_one_place():
-    nisa.dma_copy(hbm((2, 4), name="shared")[0:1, :], zeros((1, 4)))
+    tile = zeros((1, 4))
+    nisa.memset(tile, float(nl.program_id(0)))
+    nisa.dma_copy(hbm((2, 4), name="shared")[0:1, :], tile)
 
 
 @limit(

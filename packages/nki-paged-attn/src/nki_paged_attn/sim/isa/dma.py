@@ -116,13 +116,16 @@ def _check_mode(
 
 def _move(call: str, dst: NkiTensor, src: NkiTensor) -> None:
     note_read(call, "src", src)
-    mark(call, dst)
     out, x = dst.array(), src.array()
+    value = None
+    if x is not None and out is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            value = convert(x, out.dtype).reshape(out.shape)
+    mark(call, dst, value=value)
     if x is None:
         dst._storage.data = None
     elif out is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            out[...] = convert(x, out.dtype).reshape(out.shape)
+        out[...] = value
 
 
 def offsets(call: str, x: NkiTensor) -> Array:

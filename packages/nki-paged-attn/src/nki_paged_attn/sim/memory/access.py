@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from ..dtypes import NUMPY, Array, from_fp32, to_fp32
 from ..errors import NkiValidationError, UnwrittenError, is_integer, require
 from ..lnc import LNC
 from .machine import machine
-from .marks import BY_OTHERS, READ, UNWRITTEN, WROTE
+from .marks import BY_OTHERS, READ, UNWRITTEN, WROTE, WROTE_BOTH
 from .tensor import AP_PAGE, MAX_COUNT, MAX_DIMS, MAX_FREE_DIMS, NkiTensor
 from .views import PAGE
 
@@ -231,7 +232,7 @@ def note_read(operation: str, operand: str, x: NkiTensor, places: Array | None =
     if traffic is not None:
         marks = traffic.of(x) if places is None else traffic.at(x, places)
         require(
-            not (marks & WROTE[1 - found.program]).any(),
+            not ((marks & WROTE_BOTH) == WROTE[1 - found.program]).any(),
             operation,
             operand,
             f"{x.name}: programs of a logical core must not read what the other writes",
@@ -261,8 +262,13 @@ def mark(
     by: int = BY_OTHERS,
     places: Array | None = None,
     operand: str = "dst",
+    value: Array | None = None,
 ) -> None:
-    """Note the writer of a tensor, or of elements of its storage, and check that it may write."""
+    """Note the writer of a tensor, or of elements of its storage, and check that it may write.
+
+    Args:
+        value: what is written; the programs of a logical core may both write the same.
+    """
     storage, program = x._storage, machine().program
     first = 1 if x.is_indirect() else 0
     repeated = 0 in x._strides[first:] and any(
@@ -293,6 +299,16 @@ def mark(
         traffic = storage.traffic
         marks = traffic.of(x) if places is None else traffic.at(x, places)
         other = 1 - program
+        wrote = (marks & WROTE[other]).any(axis=-1)
+        if wrote.any() and (value is not None or not machine().execute):
+            same = wrote & np.logical_not(_differs(x.array(), value))
+            marks = np.where(same[..., None], 0, marks)
+            if value is not None and same.any():
+                warnings.warn(
+                    f"{operation}: {operand} {x.name}: both programs of a logical core write the "
+                    f"same values there [{LNC}]",
+                    stacklevel=2,
+                )
         for bit, what in ((WROTE[other], "wrote"), (READ[other], "read")):
             require(
                 not (marks & bit).any(),
@@ -303,6 +319,14 @@ def mark(
                 LNC,
             )
         traffic.put(x, places, WROTE[program], keep=True)
+
+
+def _differs(old: Array | None, new: Array | None) -> Any:
+    """Return which elements a write changes; none if they are not known."""
+    if old is None or new is None:
+        return False
+    bits = f"u{old.dtype.itemsize}"
+    return np.ascontiguousarray(old).view(bits) != np.ascontiguousarray(new).view(bits)
 
 
 def write(operation: str, x: NkiTensor, value: Array | None) -> None:

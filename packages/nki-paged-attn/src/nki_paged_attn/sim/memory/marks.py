@@ -12,6 +12,7 @@ from ..dtypes import Array
 UNWRITTEN, BY_MATMUL, BY_OTHERS = 0, 1, 2
 # bits of shared HBM: which program of a logical core wrote and read it
 WROTE, READ = (1, 2), (4, 8)
+WROTE_BOTH = 3
 
 
 class Strided(Protocol):
