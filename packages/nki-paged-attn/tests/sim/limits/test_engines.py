@@ -83,9 +83,9 @@ def a_float_into_integers():
     nisa.memset(sbuf((8, 8), "int32"), 1.0)
 
 
-@limit("nki/migration, memset", "nisa.memset: value must be a float for bfloat16, got 0")
-def an_integer_into_floats():
-    nisa.memset(sbuf((8, 8), "bfloat16"), 0)
+@limit("nki/migration, memset", "nisa.memset: value must be a number for bfloat16, got '0'")
+def a_string_into_floats():
+    nisa.memset(sbuf((8, 8), "bfloat16"), "0")
 
 
 @limit("nki.isa.memset", "nisa.memset: value must be from 0 to 255 for uint8, got 300")

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..calls import named
 from ..dtypes import INTEGERS, NUMPY, Array, convert
-from ..errors import require
+from ..errors import is_integer, is_number, require
 from ..memory.access import check_same_size, check_tile, read_raw, write
 from ..memory.machine import machine
 from ..memory.tensor import NkiTensor
@@ -43,18 +43,17 @@ def tensor_copy(
 def memset(
     dst: NkiTensor, value: float, engine: Engine = Engine.unknown, name: str | None = None
 ) -> None:
-    """Fill a tile with a constant: an int for integers, a float for floats."""
+    """Fill a tile with a constant; integers take no float."""
     call = "nisa.memset"
     check_tile(call, "dst", dst)
     chosen = pick(call, engine, "vector", "vector", "gpsimd")
     keep_from_psum(call, chosen, dst=dst)
     is_int = dst.dtype in INTEGERS
-    family = (int, np.integer) if is_int else (float, np.floating)
     require(
-        isinstance(value, family) and not isinstance(value, bool),
+        is_integer(value) if is_int else is_number(value) and not isinstance(value, bool),
         call,
         "value",
-        f"must be {'an int' if is_int else 'a float'} for {dst.dtype}",
+        f"must be {'an int' if is_int else 'a number'} for {dst.dtype}",
         repr(value),
         "nki/migration, memset",
     )
