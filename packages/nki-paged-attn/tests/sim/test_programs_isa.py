@@ -330,6 +330,19 @@ def numbers_for_members_of_enumerations(x):
     return stored(total)
 
 
+@program("nki.isa.memset", X, expected=lambda x: x + 3)
+def an_int_in_a_tile_of_floats(x):
+    tile = sbuf(x.shape)
+    nisa.memset(tile, 3)
+    nisa.tensor_tensor(tile, tile, loaded(x), nl.add)
+    return stored(tile)
+
+
+@program("nki.language.load_transpose2d", X, expected=lambda x: x.T)
+def a_load_that_transposes(x):
+    return stored(nl.load_transpose2d(x))
+
+
 @program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.concatenate([x[31::-1], x[:31:-1]]))
 def rows_in_reverse(x):
     out = zeros((64, 96))

@@ -203,6 +203,11 @@ def a_tile_of_letters():
     nl.full((4, 4), "a", nl.float32)
 
 
+@limit("nki.language.load_transpose2d", "nl.load_transpose2d: src must have 2 dimensions, got 3")
+def a_load_that_transposes_three_dimensions():
+    nl.load_transpose2d(hbm((2, 3, 4)))
+
+
 @limit("nki.language.broadcast_to", "nl.broadcast_to: shape must have 2 dimensions, got (4, 4, 2)")
 def a_broadcast_to_more_dimensions():
     nl.broadcast_to(zeros((4, 4)), (4, 4, 2))

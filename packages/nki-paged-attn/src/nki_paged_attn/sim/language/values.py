@@ -97,6 +97,21 @@ def load(src: NkiTensor, dtype: str | None = None) -> NkiTensor:
 
 
 @named("nl")
+def load_transpose2d(src: NkiTensor, dtype: str | None = None) -> NkiTensor:
+    """Copy a tensor of HBM into SBUF with its two dimensions exchanged."""
+    _need("nl.load_transpose2d", "src", src)
+    page = "nki.language.load_transpose2d"
+    require(src.ndim == 2, "nl.load_transpose2d", "src", "must have 2 dimensions", src.ndim, page)
+    turned = new(src.shape[::-1], src.dtype)
+    isa.dma_transpose(turned, src)
+    if dtype is None or dtype == turned.dtype:
+        return turned
+    out = new(turned.shape, dtype)
+    isa.tensor_copy(out, turned)
+    return out
+
+
+@named("nl")
 def store(dst: NkiTensor, value: NkiTensor) -> None:
     """Copy a tile of SBUF into HBM."""
     isa.dma_copy(dst, value)
@@ -301,7 +316,6 @@ MISSING = frozenset(
         "gelu_apprx_sigmoid_dx",
         "gelu_dx",
         "invert",
-        "load_transpose2d",
         "logical_not",
         "mod",
         "no_reorder",
