@@ -343,6 +343,32 @@ def a_load_that_transposes(x):
     return stored(nl.load_transpose2d(x))
 
 
+@program("nki.isa.nc_matmul, tiling mode", X, expected=lambda x: x.T @ x)
+def columns_of_the_array_by_tiles(x):
+    tile, out = loaded(x), sbuf((96, 96))
+    for column in (0, 32, 64):
+        part = psum((32, 96))
+        place = {"tile_position": (0, column), "tile_size": (128, 32)}
+        nisa.nc_matmul(part, tile[:, column : column + 32], tile, **place)
+        nisa.tensor_copy(out[column : column + 32, :], part)
+    return stored(out)
+
+
+def with_nan(x):
+    x = x.copy()
+    x[3, 5] = np.nan
+    return x
+
+
+@program("nki.isa.nc_matmul, transpose mode", with_nan(X), expected=lambda x: x.T)
+def a_product_that_transposes(x):
+    """Bit by bit: NaN does not spread to its neighbours."""
+    out = psum((96, 64))
+    one = loaded(nl.shared_identity_matrix(64, nl.float32))
+    nisa.nc_matmul(out, loaded(x), one, is_transpose=True)
+    return stored(out)
+
+
 @program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.concatenate([x[31::-1], x[:31:-1]]))
 def rows_in_reverse(x):
     out = zeros((64, 96))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from .._limits import Limits, matmul
-from .._nki import nisa, psum, sbuf, zeros
+from .._nki import loaded, nisa, nl, psum, sbuf, zeros
 
 limit = Limits()
 
@@ -132,7 +132,7 @@ def a_tile_position_without_a_size():
 
 @limit(
     "nki.isa.nc_matmul, tiling mode",
-    "nisa.nc_matmul: tile_size must be (64, 128) on trn1, got (32, 128)",
+    "nisa.nc_matmul: tile_size must be two of 128, 64 on trn1, got (32, 128)",
     "trn1",
 )
 def row_tiles_of_32_on_gen2():
@@ -141,8 +141,7 @@ def row_tiles_of_32_on_gen2():
 
 @limit(
     "nki.isa.nc_matmul, tiling mode",
-    "nisa.nc_matmul: tile_position must start at a row that is a multiple of 64, column 0, "
-    "got (32, 0)",
+    "nisa.nc_matmul: tile_position must be multiples of 64 and 128 below 128, got (32, 0)",
 )
 def a_tile_position_inside_a_tile():
     matmul(tile_position=(32, 0), tile_size=(64, 128))
@@ -154,6 +153,53 @@ def a_tile_position_inside_a_tile():
 )
 def an_operand_larger_than_its_tile():
     matmul(k=33, tile_position=(0, 0), tile_size=(32, 128))
+
+
+@limit(
+    "nki.isa.nc_matmul, tiling mode",
+    "nisa.nc_matmul: stationary may have a free size of at most 32 in this tile, got 33",
+)
+def an_operand_wider_than_its_tile():
+    matmul(m=33, tile_position=(0, 32), tile_size=(128, 32))
+
+
+@limit(
+    "nki.isa.nc_matmul, tiling mode",
+    "nisa.nc_matmul: tile_size must have 128 columns with double_row, got (128, 64)",
+)
+def columns_with_double_rows():
+    x = zeros((8, 2, 8), "float8_e4m3")
+    mode = nisa.matmul_perf_mode.double_row
+    nisa.nc_matmul(psum((8, 8)), x, x, perf_mode=mode, tile_position=(0, 0), tile_size=(128, 64))
+
+
+@limit(
+    "nki.isa.nc_matmul, transpose mode",
+    "nisa.nc_matmul: moving must be the identity, (8, 8), got (8, 4)",
+)
+def a_transpose_with_a_part_of_the_identity():
+    matmul(n=4, is_transpose=True)
+
+
+@limit(
+    "nki.isa.nc_matmul, transpose mode",
+    "nisa.nc_matmul: moving must be the identity, got another matrix",
+    of_values=True,
+)
+def a_transpose_without_the_identity():
+    matmul(is_transpose=True)
+
+
+@limit("nki.isa.nc_matmul, transpose mode", "nisa.nc_matmul: dst must be bfloat16, got float32")
+def a_transpose_that_converts():
+    one = loaded(nl.shared_identity_matrix(8, "bfloat16"))
+    nisa.nc_matmul(psum((8, 4)), zeros((8, 4), "bfloat16"), one, is_transpose=True)
+
+
+@limit("nki.isa.nc_matmul, transpose mode", "nisa.nc_matmul: dst must be (4, 8), got (8, 8)")
+def a_transpose_into_a_tile_of_another_shape():
+    one = loaded(nl.shared_identity_matrix(8, "float32"))
+    nisa.nc_matmul(psum((8, 8)), zeros((8, 4)), one, is_transpose=True)
 
 
 @limit(

@@ -58,16 +58,18 @@ def nc_matmul(
         repr(accumulate),
         MATMUL,
     )
-    if is_transpose:
-        raise NotModelledError(f"{call}: is_transpose [{MATMUL}]")
     check_tile(call, "dst", dst, sbuf=False)
     check_tile(call, "stationary", stationary, psum=False)
     check_tile(call, "moving", moving, psum=False)
+    if is_transpose:
+        _check_transpose_mode(call, dst, stationary, moving)
+        _turn(call, dst, stationary, by_tensor=True)
+        return
     rows = _rows(call, stationary, moving, perf_mode)
     _check_matmul(call, dst, stationary, moving, rows)
     check_bank(call, dst)
     if tile_position or tile_size:
-        _check_tiling(call, stationary, tile_position, tile_size)
+        _check_tiling(call, stationary, rows, tile_position, tile_size)
     overwrites = _accumulation(call, dst, accumulate)
     a, b = read(call, "stationary", stationary), read(call, "moving", moving)
     out = dst.array()
@@ -95,6 +97,33 @@ def nc_matmul(
             writes=(dst.region(),),
         )
     )
+
+
+def _check_transpose_mode(
+    call: str, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor
+) -> None:
+    """Check a transpose by a product with the identity, as which TensorE moves bits."""
+    page = f"{MATMUL}, transpose mode"
+    if stationary.itemsize == 1:
+        raise NotModelledError(f"{call}: is_transpose of {stationary.dtype} [{page}]")
+    parts, free = stationary.shape[0], stationary.free_size
+    square = (moving.shape[0], moving.free_size) == (parts, parts)
+    require(square, call, "moving", f"must be the identity, ({parts}, {parts})", moving.shape, page)
+    x = read(call, "moving", moving)
+    if x is not None:
+        same = np.array_equal(x.reshape(parts, parts), np.eye(parts))
+        require(same, call, "moving", "must be the identity", "another matrix", page)
+    kind = stationary.dtype if machine().target.has_exact_transpose else "float32"
+    require(dst.dtype == kind, call, "dst", f"must be {kind}", dst.dtype, page)
+    require(
+        (dst.shape[0], dst.free_size) == (free, parts),
+        call,
+        "dst",
+        f"must be ({free}, {parts})",
+        dst.shape,
+        page,
+    )
+    check_bank(call, dst)
 
 
 def _rows(call: str, stationary: NkiTensor, moving: NkiTensor, perf_mode: matmul_perf_mode) -> int:
@@ -200,9 +229,15 @@ def _check_matmul(
 
 
 def _check_tiling(
-    call: str, stationary: NkiTensor, position: tuple[int, ...], size: tuple[int, ...]
+    call: str,
+    stationary: NkiTensor,
+    rows: int,
+    position: tuple[int, ...],
+    size: tuple[int, ...],
 ) -> None:
+    """Check the part of the array of 128 x 128 that a product runs on."""
     target = machine().target
+    sides = (128, *target.row_tiles)
     page = f"{MATMUL}, tiling mode"
     require(
         all(isinstance(x, (tuple, list)) and len(x) == 2 for x in (position, size)),
@@ -213,19 +248,35 @@ def _check_tiling(
         page,
     )
     require(
-        size[0] in target.row_tiles and size[1] == 128,
+        size[0] in sides and size[1] in sides,
         call,
         "tile_size",
-        f"must be ({' or '.join(map(str, target.row_tiles))}, 128) on {target.name}",
+        f"must be two of {', '.join(map(str, sides))} on {target.name}",
         size,
         page,
     )
     require(
-        position[0] % size[0] == 0 and position[0] < 128 and position[1] == 0,
+        all(p in range(0, 128, s) for p, s in zip(position, size, strict=True)),
         call,
         "tile_position",
-        f"must start at a row that is a multiple of {size[0]}, column 0",
+        f"must be multiples of {size[0]} and {size[1]} below 128",
         position,
+        page,
+    )
+    require(
+        rows == 1 or size[1] == 128,
+        call,
+        "tile_size",
+        "must have 128 columns with double_row",
+        size,
+        page,
+    )
+    require(
+        stationary.free_size // rows <= size[1],
+        call,
+        "stationary",
+        f"may have a free size of at most {size[1]} in this tile",
+        stationary.free_size // rows,
         page,
     )
     require(
@@ -318,6 +369,12 @@ def nc_transpose(
     )
     if by_tensor:
         check_bank(call, dst)
+    _turn(call, dst, data, by_tensor=by_tensor)
+
+
+def _turn(call: str, dst: NkiTensor, data: NkiTensor, *, by_tensor: bool) -> None:
+    """Write a tile with its partitions and free elements exchanged, and log it."""
+    parts, free = data.shape[0], data.free_size
     x = read_raw(call, "data", data)
     if x is not None:
         x = x.reshape(parts, free)
@@ -325,7 +382,7 @@ def nc_transpose(
             # a product with the identity, in which NaN and Inf spread to their neighbours
             wide = x.astype(np.float32)
             if not np.isfinite(wide).all():
-                x = from_fp32(np.eye(parts, dtype=np.float32).T @ wide, NUMPY[data.dtype])
+                x = from_fp32(np.eye(parts, dtype=np.float32).T @ wide, NUMPY[dst.dtype])
         x = x.T
     write(call, dst, x)
     machine().log(
