@@ -369,6 +369,18 @@ def a_product_that_transposes(x):
     return stored(out)
 
 
+@program("nki.language.broadcast_to", X, expected=lambda x: np.broadcast_to(x[3:4, :4], (70, 4)))
+def a_row_repeated_over_partitions(x):
+    return stored(nl.broadcast_to(nl.load(x[3:4, :4]), (70, 4)))
+
+
+@program("nki.isa.tensor_reduce", X, expected=lambda x: x.reshape(64, 4, 3, 4, 2).max((2, 4)))
+def the_largest_of_windows(x):
+    """Four free dimensions, as AWS's pools have."""
+    windows = loaded(x).ap([[96, 64], [24, 4], [2, 4], [8, 3], [1, 2]])
+    return stored(nl.max(windows, axis=[3, 4]))
+
+
 @program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.concatenate([x[31::-1], x[:31:-1]]))
 def rows_in_reverse(x):
     out = zeros((64, 96))

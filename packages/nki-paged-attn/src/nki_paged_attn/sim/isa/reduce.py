@@ -41,7 +41,8 @@ def tensor_reduce(
     """Reduce the last free dimensions in fp32."""
     call, page = "nisa.tensor_reduce", "nki.isa.tensor_reduce"
     check_tile(call, "dst", dst)
-    check_tile(call, "data", data)
+    # the only instruction that reads four, to reduce windows
+    check_tile(call, "data", data, free_dims=4)
     require(
         is_integer(axis)
         or (isinstance(axis, (tuple, list)) and len(axis) > 0 and all(map(is_integer, axis))),

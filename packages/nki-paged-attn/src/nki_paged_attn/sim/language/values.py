@@ -15,6 +15,7 @@ from .. import isa
 from ..calls import named
 from ..dtypes import FLOATS, NUMPY
 from ..errors import Missing, NotModelledError, is_integer, is_number, require
+from ..isa.scan import QUADRANT
 from ..memory.machine import machine
 from ..memory.tensor import NkiTensor
 from ..ops import OPS, Op
@@ -253,13 +254,18 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
 
 @named("nl")
 def broadcast_to(x: NkiTensor, shape: Any, dtype: str | None = None) -> NkiTensor:
-    """Return a tile in which free dimensions of one element are repeated."""
+    """Return a tile in which dimensions of one element are repeated, and one partition if so."""
     _need("nl.broadcast_to", "x", x)
     same = isinstance(shape, (tuple, list)) and len(shape) == x.ndim
     page = "nki.language.broadcast_to"
     require(same, "nl.broadcast_to", "shape", f"must have {x.ndim} dimensions", shape, page)
     view = x
-    for dim, (have, size) in enumerate(zip(x.shape, shape, strict=True)):
+    if x.shape[0] == 1 != shape[0]:
+        view = new((shape[0], *x.shape[1:]), x.dtype)
+        for start in range(0, shape[0], QUADRANT):
+            end = start + QUADRANT if start + QUADRANT < shape[0] else shape[0]
+            isa.nc_stream_shuffle(view[start:end], x, [0] * QUADRANT)
+    for dim, (have, size) in enumerate(zip(view.shape, shape, strict=True)):
         if have != size:
             view = view.broadcast(dim, size)
     out = new(view.shape, dtype or x.dtype)

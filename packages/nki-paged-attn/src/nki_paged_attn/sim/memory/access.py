@@ -76,7 +76,13 @@ def check_enum(operation: str, operand: str, x: object, kind: type[E]) -> E:
 
 
 def check_tile(
-    operation: str, operand: str, x: object, *, psum: bool = True, sbuf: bool = True
+    operation: str,
+    operand: str,
+    x: object,
+    *,
+    psum: bool = True,
+    sbuf: bool = True,
+    free_dims: int = MAX_FREE_DIMS,
 ) -> NkiTensor:
     """Check that an operand is a tile that an engine can reach, by the rules of partitions."""
     buffers = (["sbuf"] if sbuf else []) + (["psum"] if psum else [])
@@ -95,10 +101,10 @@ def check_tile(
         return tile
     check_pattern(operation, operand, tile)
     require(
-        tile.ndim - 1 <= MAX_FREE_DIMS,
+        tile.ndim - 1 <= free_dims,
         operation,
         operand,
-        f"may have at most {MAX_FREE_DIMS} free dimensions",
+        f"may have at most {free_dims} free dimensions",
         tile.ndim - 1,
         f"{AP_PAGE}, hardware capability",
     )
@@ -115,7 +121,8 @@ def check_tile(
         )
     if len(_FOUND_RIGHT) >= MOST_KNOWN:
         _FOUND_RIGHT.clear()
-    _FOUND_RIGHT.add(known)
+    if tile.ndim - 1 <= MAX_FREE_DIMS:
+        _FOUND_RIGHT.add(known)
     return tile
 
 
