@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -381,6 +383,70 @@ def the_largest_of_windows(x):
     return stored(nl.max(windows, axis=[3, 4]))
 
 
+def one(function, x):
+    return stored(function(nl.load(x)))
+
+
+HALVES = np.arange(-48, 48, dtype=np.float32).reshape(8, 12) / 2
+FUNCTIONS = {
+    "sin": (9 * X, np.sin),
+    "cos": (9 * X, np.cos),
+    "tan": (np.clip(X, -1.4, 1.4), np.tan),
+    "floor": (HALVES, np.floor),
+    "ceil": (HALVES, np.ceil),
+    "trunc": (HALVES, np.trunc),
+    "logical_not": (HALVES, lambda x: x == 0),
+    "erf_dx": (X, lambda x: 2 / np.sqrt(np.pi) * np.exp(-(x**2))),
+    "silu_dx": (X, lambda x: slope_of(lambda y: y / (1 + np.exp(-y)), x)),
+    "gelu_apprx_sigmoid_dx": (X, lambda x: slope_of(lambda y: y / (1 + np.exp(-1.702 * y)), x)),
+    "gelu_dx": (X, lambda x: slope_of(lambda y: y * (1 + ERF(y / np.sqrt(2))) / 2, x)),
+    "softmax": (X, lambda x: np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)),
+}
+ERF = np.vectorize(math.erf)
+
+
+def slope_of(function, x, step=1e-4):
+    x = x.astype(np.float64)
+    return (function(x + step) - function(x - step)) / (2 * step)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_tile(name):
+    x, expected = FUNCTIONS[name]
+    got = run(lambda t: one(getattr(nl, name), t), x, strict=True)
+    np.testing.assert_allclose(got, expected(x.astype(np.float64)), rtol=3e-5, atol=3e-5)
+
+
+@program("nki.language.power", np.abs(X), expected=lambda x: x**1.5 + x**x)
+def powers(x):
+    tile = loaded(x)
+    out = nl.power(tile, 1.5)
+    nisa.tensor_tensor(out, out, nl.power(tile, tile), nl.add)
+    return stored(out)
+
+
+def softmax_of_rows(x):
+    e = np.exp(x.reshape(64, 2, 48))
+    return (e / e.sum(axis=2, keepdims=True)).reshape(64, 96)
+
+
+@program("nki.language.softmax", X, expected=softmax_of_rows)
+def softmax_over_two_dimensions(x):
+    tile = loaded(x).reshape((64, 2, 4, 12))
+    return stored(nl.softmax(tile, axis=[2, 3]).reshape((64, 96)))
+
+
+@program("nki.language.ndarray, assignment", X, expected=lambda x: np.hstack([x[:, 1:], 0 * x]))
+def assignments(x):
+    tile, out = sbuf((64, 96)), hbm((64, 191))
+    with nl.no_reorder():
+        tile[...] = loaded(x)
+        out[:, 0:95] = tile[:, 1:96]
+        tile[:, 0:96] = 0
+        out[:, 95:191] = tile
+    return out
+
+
 @program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.concatenate([x[31::-1], x[:31:-1]]))
 def rows_in_reverse(x):
     out = zeros((64, 96))
@@ -415,7 +481,6 @@ def test_program(name):
 REFUSED = {
     "nki/deep-dives/mxfp-matmul": (lambda: nisa.quantize_mx(), "nki.isa.quantize_mx"),
     "nki.isa.dropout": (lambda: nisa.dropout(), "nki.isa.dropout"),
-    "nki/guides/how-to-scheduling-apis": (lambda: nl.no_reorder(), "nki.language.no_reorder"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from nki_paged_attn.sim import cost, simulate
+from nki_paged_attn.sim import ArraySpec, cost, simulate
 
 from ._limits import Limits
 from ._nki import draw, hbm, nisa, nl, run, sbuf, stored, zeros
@@ -36,6 +36,58 @@ def test_a_loop_has_bounds_that_are_data(first, end):
     x = draw(5, 4)
     got = run(add_rows, x, np.array([[first, end]], np.int32))
     np.testing.assert_allclose(got[0], x[first:end].sum(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("times", [0, 1, 4])
+def test_a_loop_ends_when_its_register_is_0(times):
+    """As AWS's own example counts down; what the body returns decides."""
+
+    def kernel(count):
+        left, turns, one = sbuf((1, 1), "int32"), zeros((1, 1), "int32"), zeros((1, 1), "int32")
+        nisa.memset(one, 1)
+        nisa.dma_copy(left, count)
+
+        def body(r):
+            nisa.tensor_tensor(turns, turns, one, nl.add)
+            nisa.tensor_tensor(left, left, one, nl.subtract)
+            nisa.register_load(r, left)
+            return r
+
+        condition = nisa.register_alloc()
+        nisa.register_load(condition, left)
+        nl.while_loop(condition, body)
+        return stored(turns)
+
+    assert run(kernel, np.array([[times]], np.int32), strict=True) == times
+
+
+def test_a_condition_that_is_not_known_is_compiled_once():
+    def kernel(count):
+        condition, tile = nisa.register_alloc(), sbuf((1, 1), "int32")
+        nisa.dma_copy(tile, count)
+        nisa.register_load(condition, tile)
+        nl.while_loop(condition, lambda r: nisa.memset(zeros((1, 1)), 1.0))
+
+    runs = simulate(kernel, execute=False)
+    runs.samples = 0
+    runs(ArraySpec((1, 1), np.int32))
+    assert runs.trace.count("memset") == 2
+
+
+@limit("nki.language.while_loop", "nl.while_loop: the condition must be a register, got None")
+def a_body_that_returns_no_condition():
+    nl.while_loop(nisa.register_alloc(1), lambda r: None)
+
+
+@limit("nki.language.while_loop", "nl.while_loop: body_fun must be a function, got 1")
+def a_body_that_is_no_function():
+    nl.while_loop(nisa.register_alloc(1), 1)
+
+
+@limit("nki.language.no_reorder", "nl.fori_loop: a loop must not be within nl.no_reorder, got one")
+def a_loop_of_the_device_in_order():
+    with nl.no_reorder():
+        nl.fori_loop(0, 2, print)
 
 
 def test_loops_nest_and_step():

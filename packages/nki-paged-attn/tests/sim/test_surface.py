@@ -77,7 +77,7 @@ import nki.language as nl
 from nki.isa.constants import oob_mode
 
 SIZES = {nl.float8_e4m3fn_x4: 1, nl.float8_e5m2_x4: 1, nl.float4_e2m1fn_x4: 2, nt.bfloat16: 2}
-SLOPES = {"silu": nl.silu_dx}
+SLOPES = {"prelu": nl.prelu}
 ODD = [x for x in (ncc.rank_id, nki.dtype.float32) if x in SIZES]
 """
 

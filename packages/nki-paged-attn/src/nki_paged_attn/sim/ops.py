@@ -57,6 +57,16 @@ def _sigmoid(x: Array) -> Any:
 _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
+def _gelu_dx(x: Array) -> Any:
+    density = np.exp(-x * x / 2) / np.float32(np.sqrt(2 * np.pi))
+    return (1 + _erf(x / np.float32(np.sqrt(2)))) / 2 + x * density
+
+
+def _silu_dx(x: Array, slope: float = 1.0) -> Any:
+    part = _sigmoid(slope * x)
+    return part + slope * x * part * (1 - part)
+
+
 def _gelu_tanh(x: Array) -> Any:
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
@@ -74,6 +84,7 @@ _ARITHMETIC: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     "multiply": (np.multiply, np.multiply.reduce),
     "maximum": (np.maximum, np.maximum.reduce),
     "minimum": (np.minimum, np.minimum.reduce),
+    "power": (np.power, None),
     "equal": (_flag(np.equal), None),
     "not_equal": (_flag(np.not_equal), None),
     "greater_equal": (_flag(np.greater_equal), None),
@@ -101,6 +112,10 @@ OPS: dict[str, Op] = {
     "rsqrt": Op("rsqrt", unary=lambda x: 1 / np.sqrt(x), valid=(2.0**-87, 2.0**97)),
     "reciprocal": Op("reciprocal", unary=np.reciprocal, valid=(2.0**-42, 2.0**42), is_even=True),
     "erf": Op("erf", unary=_erf),
+    "erf_dx": Op("erf_dx", unary=lambda x: np.float32(2 / np.sqrt(np.pi)) * np.exp(-x * x)),
+    "gelu_dx": Op("gelu_dx", unary=_gelu_dx),
+    "gelu_apprx_sigmoid_dx": Op("gelu_apprx_sigmoid_dx", unary=lambda x: _silu_dx(x, 1.702)),
+    "silu_dx": Op("silu_dx", unary=_silu_dx),
     "gelu": Op("gelu", unary=lambda x: x * (1 + _erf(x / np.float32(np.sqrt(2)))) / 2),
     "gelu_apprx_tanh": Op("gelu_apprx_tanh", unary=_gelu_tanh),
     "gelu_apprx_sigmoid": Op("gelu_apprx_sigmoid", unary=lambda x: x * _sigmoid(1.702 * x)),

@@ -208,6 +208,15 @@ def a_load_that_transposes_three_dimensions():
     nl.load_transpose2d(hbm((2, 3, 4)))
 
 
+@limit(
+    "nki.language.floor",
+    "nl.floor: x must be below 2**31 in magnitude, got [4.2949673e+09]",
+    of_values=True,
+)
+def a_number_beyond_integers():
+    nl.floor(nl.full((1, 1), 2.0**32, nl.float32))
+
+
 @limit("nki.language.broadcast_to", "nl.broadcast_to: shape must have 2 dimensions, got (4, 4, 2)")
 def a_broadcast_to_more_dimensions():
     nl.broadcast_to(zeros((4, 4)), (4, 4, 2))

@@ -49,6 +49,8 @@ def tensor_tensor(
     in_psum = any(x.buffer == "psum" for x in tiles)
     default = "gpsimd" if exact and not in_psum and not found.is_bitwise else "vector"
     allowed = ("vector",) if found.is_bitwise else ("vector", "gpsimd")
+    if found.name == "power":
+        default, allowed = "gpsimd", ("gpsimd",)
     chosen = pick(call, engine, default, *allowed)
     keep_from_psum(call, chosen, dst=dst, data1=data1, data2=data2)
     if found.is_bitwise:

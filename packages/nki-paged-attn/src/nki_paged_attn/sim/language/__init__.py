@@ -10,9 +10,11 @@ from ..errors import NotModelledError, is_integer, require
 from ..memory.machine import machine, running
 from ..memory.tensor import DynamicSlice, NkiTensor
 from ..targets import Target, default_target, find_target
-from . import objects, values
+from . import functions, objects, values
 from .loops import dynamic_range as dynamic_range
 from .loops import fori_loop as fori_loop
+from .loops import no_reorder as no_reorder
+from .loops import while_loop as while_loop
 
 float32 = "float32"
 bfloat16 = "bfloat16"
@@ -47,6 +49,9 @@ ds = DynamicSlice
 affine_range = range
 sequential_range = range
 static_range = range
+
+
+FUNCTIONS = ("ceil", "cos", "floor", "logical_not", "softmax", "tan", "trunc")
 
 
 @named("nl")
@@ -187,5 +192,10 @@ def is_sbuf(buffer: str) -> bool:
     return buffer == sbuf
 
 
+values.COMPOSED["sin"] = functions.sin
+
+
 def __getattr__(name: str) -> Any:
+    if name in FUNCTIONS:
+        return getattr(functions, name)
     return getattr(values, name)

@@ -7,6 +7,7 @@ device traces a loop's body once; here it runs for each number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,44 @@ def fori_loop(
         body_fun(i)
 
 
+@named("nl")
+def while_loop(
+    init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]
+) -> None:
+    """Call ``body_fun`` with a register while that is not 0; it returns the next one."""
+    call, page = "nl.while_loop", "nki.language.while_loop"
+    require(callable(body_fun), call, "body_fun", "must be a function", body_fun, page)
+    state = machine()
+    _check_order(call)
+    condition, is_compiled = init, state.samples == 0
+    while True:
+        known = isinstance(condition, VirtualRegister)
+        require(known, call, "the condition", "must be a register", condition, page)
+        if not is_compiled and not condition:
+            return
+        with state.loop(1.0):
+            condition = body_fun(VirtualRegister(condition.value))
+        if is_compiled:
+            # once for any condition, like a compiler
+            return
+
+
+@contextmanager
+def no_reorder() -> Iterator[None]:
+    """Keep instructions in program order, in which the simulator runs them anyway."""
+    state = machine()
+    outer, state.is_ordered = state.is_ordered, True
+    try:
+        yield
+    finally:
+        state.is_ordered = outer
+
+
+def _check_order(call: str) -> None:
+    inside, page = machine().is_ordered, "nki.language.no_reorder"
+    require(not inside, call, "a loop", "must not be within nl.no_reorder", "one", page)
+
+
 def _count(call: str, bounds: dict[str, Bound], step: int) -> Iterator[VirtualRegister]:
     """Check the arguments of a loop, and return an iterator over its counter."""
     page = f"nki.language.{call.removeprefix('nl.')}"
@@ -50,6 +89,7 @@ def _count(call: str, bounds: dict[str, Bound], step: int) -> Iterator[VirtualRe
     for name, x in bounds.items():
         known = isinstance(x, (int, np.integer, VirtualRegister))
         require(known, call, name, "must be an integer or a register", x, page)
+    _check_order(call)
     first, end = (int(number(call, x)) for x in bounds.values())
     numbers = range(first, end, int(step))
     if any(isinstance(x, VirtualRegister) for x in bounds.values()):

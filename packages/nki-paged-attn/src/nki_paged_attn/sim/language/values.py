@@ -26,7 +26,7 @@ def new(shape: Any, dtype: str, buffer: str = "sbuf", name: str = "") -> NkiTens
     return NkiTensor.whole(machine().allocate(name, tuple(shape), dtype, buffer))
 
 
-def _need(call: str, operand: str, x: Any) -> None:
+def need(call: str, operand: str, x: Any) -> None:
     page = call.replace("nl.", "nki.language.")
     require(isinstance(x, NkiTensor), call, operand, "must be a tensor", type(x).__name__, page)
 
@@ -48,10 +48,16 @@ def _promote(tiles: list[NkiTensor]) -> str:
     return wide[0] if len(wide) == 1 else "float32"
 
 
+# tokens whose function takes more than their instruction
+COMPOSED: dict[str, Callable[..., NkiTensor]] = {}
+
+
 class Function(Op):
     """An operator token that may be called, on tiles and numbers."""
 
     def __call__(self, x: Any, y: Any = None, dtype: str | None = None) -> NkiTensor:
+        if self.name in COMPOSED:
+            return COMPOSED[self.name](x, dtype)
         call, page = f"nl.{self.name}", f"nki.language.{self.name}"
         tiles = [t for t in (x, y) if isinstance(t, NkiTensor)]
         require(bool(tiles), call, "x", "must be a tile", x, page)
@@ -91,7 +97,7 @@ TOKENS = {
 @named("nl")
 def load(src: NkiTensor, dtype: str | None = None) -> NkiTensor:
     """Copy a tensor of HBM into SBUF."""
-    _need("nl.load", "src", src)
+    need("nl.load", "src", src)
     out = new(src.shape, dtype or src.dtype)
     isa.dma_copy(out, src)
     return out
@@ -100,7 +106,7 @@ def load(src: NkiTensor, dtype: str | None = None) -> NkiTensor:
 @named("nl")
 def load_transpose2d(src: NkiTensor, dtype: str | None = None) -> NkiTensor:
     """Copy a tensor of HBM into SBUF with its two dimensions exchanged."""
-    _need("nl.load_transpose2d", "src", src)
+    need("nl.load_transpose2d", "src", src)
     page = "nki.language.load_transpose2d"
     require(src.ndim == 2, "nl.load_transpose2d", "src", "must have 2 dimensions", src.ndim, page)
     turned = new(src.shape[::-1], src.dtype)
@@ -157,7 +163,7 @@ def _reduction(name: str, op: str) -> Callable[..., NkiTensor]:
     def reduce(
         x: NkiTensor, axis: Any, dtype: str | None = None, keepdims: bool = False
     ) -> NkiTensor:
-        _need(f"nl.{name}", "x", x)
+        need(f"nl.{name}", "x", x)
         axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
         sizes = [n if d not in axes else 1 for d, n in enumerate(x.shape)]
         if not keepdims:
@@ -210,7 +216,7 @@ def negative(x: NkiTensor, dtype: str | None = None) -> NkiTensor:
 @named("nl")
 def where(condition: NkiTensor, x: Any, y: Any, dtype: str | None = None) -> NkiTensor:
     """Return x where a tile of 1 and 0 holds 1, else y; both may be numbers."""
-    _need("nl.where", "condition", condition)
+    need("nl.where", "condition", condition)
     tiles = [t for t in (x, y) if isinstance(t, NkiTensor)]
     out = new(condition.shape, dtype or (_promote(tiles) if tiles else "float32"))
     if isinstance(y, NkiTensor):
@@ -255,7 +261,7 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
 @named("nl")
 def broadcast_to(x: NkiTensor, shape: Any, dtype: str | None = None) -> NkiTensor:
     """Return a tile in which dimensions of one element are repeated, and one partition if so."""
-    _need("nl.broadcast_to", "x", x)
+    need("nl.broadcast_to", "x", x)
     same = isinstance(shape, (tuple, list)) and len(shape) == x.ndim
     page = "nki.language.broadcast_to"
     require(same, "nl.broadcast_to", "shape", f"must have {x.ndim} dimensions", shape, page)
@@ -292,6 +298,20 @@ def shared_identity_matrix(n: int, dtype: str = "uint8") -> NkiTensor:
     return shared_constant(np.eye(n), dtype)
 
 
+def assign(view: NkiTensor, value: Any) -> None:
+    """Write a tile, or a number, to a part of a tensor: ``t[...] = x``."""
+    if not isinstance(value, NkiTensor):
+        _need_number("t[...] = x", "x", value)
+        isa.memset(view, value)
+    elif view._storage.on_chip and value._storage.on_chip:
+        isa.tensor_copy(view, value)
+    else:
+        isa.dma_copy(view, value)
+
+
+NkiTensor.assign = staticmethod(assign)
+
+
 def __getattr__(name: str) -> Any:
     if name in TOKENS:
         return TOKENS[name]
@@ -312,30 +332,16 @@ MISSING = frozenset(
         "all",
         "average",
         "bypass",
-        "ceil",
-        "cos",
         "dropout",
-        "erf_dx",
-        "floor",
         "fmod",
         "gather_flattened",
-        "gelu_apprx_sigmoid_dx",
-        "gelu_dx",
         "invert",
-        "logical_not",
         "mod",
-        "no_reorder",
-        "power",
         "prelu",
         "rand",
         "random_seed",
         "rms_norm",
-        "silu_dx",
-        "softmax",
-        "tan",
-        "trunc",
         "var",
-        "while_loop",
     }
 )
 # functions of neuronxcc.nki, and their replacements

@@ -68,6 +68,8 @@ class Machine:
         # how many iterations of a loop to trace; None: all
         self.samples: int | None = None if first is None else first.samples
         self.weight = 1.0
+        # within nl.no_reorder
+        self.is_ordered = False
         # iteration of the innermost device loop that runs
         self.iteration: Iteration | None = None
         self.shared_used = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +39,11 @@ class NkiTensor(View):
     """A tensor in HBM, SBUF or PSUM, or a part of one."""
 
     __slots__ = ()
+    # set by nki.language: instructions are made of tensors, so that tensors cannot import them
+    assign: ClassVar[Callable[[NkiTensor, Any], None]]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        type(self).assign(self[index], value)
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """Let each partition read the row that its own index names."""
