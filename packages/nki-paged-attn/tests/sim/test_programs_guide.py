@@ -110,13 +110,14 @@ class Buffers(nl.NKIObject):
 @dataclass
 class Tile(nl.NKIObject):
     rows: int
+    step = 1
 
 
 @program(f"{GUIDE}, class support", A, expected=lambda a: 2 * a + 1)
 def classes(a):
     scale = Scale(2.0)
     assert scale == Scale(factor=2.0, offset=1.0) != Scale(3.0)
-    assert Tile(128).rows == a.shape[0]
+    assert Tile(128) == Tile(rows=a.shape[0], step=1) != Tile(128, 2)
     buffers = Buffers(3.0, tile=1)
     assert (buffers.double, buffers.tile, buffers.op) == (6.0, 1, nl.add)
     assert buffers != Buffers(3.0)

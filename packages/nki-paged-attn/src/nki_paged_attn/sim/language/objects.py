@@ -11,12 +11,17 @@ class NKIObject:
     Fields are what a class annotates, and what it gives a value that is no function.
     """
 
+    def __init_subclass__(cls) -> None:
+        # before dataclass, which takes fields by their annotations alone
+        own = vars(cls).get("__annotations__", {})
+        cls.__annotations__ = own | {
+            n: Any for n, x in vars(cls).items() if n not in own and _is_field(n, x)
+        }
+
     def __init__(self, *values: Any, **named: Any) -> None:
         fields: list[str] = []
         for base in reversed(type(self).__mro__):
-            own = dict.fromkeys(vars(base).get("__annotations__", {}))
-            own.update(dict.fromkeys(n for n, x in vars(base).items() if _is_field(n, x)))
-            fields += [n for n in own if n not in fields]
+            fields += [n for n in vars(base).get("__annotations__", {}) if n not in fields]
         given = dict(zip(fields, values, strict=False)) | named
         if len(values) > len(fields) or set(given) - set(fields):
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields)}")
