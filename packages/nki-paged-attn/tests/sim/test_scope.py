@@ -42,6 +42,8 @@ def test_what_the_limits_allow():
         matmul(k=33, m=8, n=8, tile_position=(64, 0), tile_size=(64, 128))
         nisa.memset(sbuf((128, 4))[96:128, :], 0.0)
         nisa.memset(sbuf((128, 4))[64:128, :], 0.0)
+        # contiguous dimensions are one to the hardware
+        nisa.memset(sbuf((128, 2, 3, 4, 5))[:, :, 1:2, :, :], 0.0)
         nisa.nc_transpose(sbuf((32, 32)), zeros((32, 32)))
         tile = loaded(x)
         banks = [psum((128, 512)) for _ in range(8)]

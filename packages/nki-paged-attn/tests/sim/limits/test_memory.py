@@ -135,7 +135,7 @@ def a_tile_of_six_dimensions():
     "nisa.memset: dst may have at most 3 free dimensions, got 4",
 )
 def four_free_dimensions():
-    nisa.memset(sbuf((1, 2, 2, 2, 2)), 0.0)
+    nisa.memset(sbuf((1, 4, 4, 4, 4))[:, ::2, ::2, ::2, ::2], 0.0)
 
 
 @limit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from enum import Enum
 from typing import Any, TypeVar
@@ -100,12 +101,13 @@ def check_tile(
     if known in _FOUND_RIGHT:
         return tile
     check_pattern(operation, operand, tile)
+    dims = _free_dims(tile)
     require(
-        tile.ndim - 1 <= free_dims,
+        dims <= free_dims,
         operation,
         operand,
         f"may have at most {free_dims} free dimensions",
-        tile.ndim - 1,
+        dims,
         f"{AP_PAGE}, hardware capability",
     )
     count = tile.shape[0]
@@ -121,9 +123,15 @@ def check_tile(
         )
     if len(_FOUND_RIGHT) >= MOST_KNOWN:
         _FOUND_RIGHT.clear()
-    if tile.ndim - 1 <= MAX_FREE_DIMS:
+    if dims <= MAX_FREE_DIMS:
         _FOUND_RIGHT.add(known)
     return tile
+
+
+def _free_dims(tile: NkiTensor) -> int:
+    """Return how many free dimensions an access pattern needs: contiguous ones are one."""
+    steps = [(s, n) for s, n in zip(tile._strides[1:], tile.shape[1:], strict=True) if n != 1]
+    return len(steps) - sum(a == b * n for (a, _), (b, n) in itertools.pairwise(steps))
 
 
 def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
