@@ -309,6 +309,61 @@ def largest_eight(x):
     return stored(out)
 
 
+# the example of nc_match_replace8: values that occur more than once
+SEARCHED = np.array([[1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8]], np.float32)
+WANTED = np.array([[3, 8, 8, 8, 8, 8, 8, 8]], np.float32)
+
+
+@program(
+    "nki.isa.nc_find_index8",
+    SEARCHED,
+    WANTED,
+    expected=lambda x, v: np.array([[2, 4, 5, 6, 7, 8, 9, 10]]),
+)
+def places_of_values(x, v):
+    out = sbuf((1, 8), "uint32")
+    nisa.nc_find_index8(out, loaded(x), loaded(v))
+    return stored(out)
+
+
+@program(
+    "nki.isa.nc_find_index8", SEARCHED, WANTED + 90, expected=lambda x, v: np.full((1, 8), 65535)
+)
+def places_of_what_is_not_there(x, v):
+    out = sbuf((1, 8), "uint16")
+    nisa.nc_find_index8(out, loaded(x), loaded(v))
+    return stored(out)
+
+
+@program(
+    "nki.isa.nc_match_replace8",
+    SEARCHED,
+    WANTED,
+    expected=lambda x, v: (
+        np.array([[1, 2, -1, 4] + [-1] * 7]),
+        np.array([[2, 10, 9, 8, 7, 6, 5, 4]]),
+    ),
+)
+def values_replaced(x, v):
+    out, places = sbuf(x.shape), sbuf((1, 8), "uint32")
+    nisa.nc_match_replace8(out, loaded(x), loaded(v), -1.0, places)
+    return stored(out), stored(places)
+
+
+@program(
+    "nki.isa.nonzero_with_count",
+    np.array([[0, 1, 1, 0, 0, 1, 0, 0]], np.float32),
+    expected=lambda x: np.array([[17, 18, 21, -1, -1, -1, -1, -1, 3]]),
+)
+def elements_that_are_not_0(x):
+    """The example of the page; the partitions between every 16th keep what they hold."""
+    rows, out = zeros((32, 8)), zeros((32, 9), "int32")
+    nisa.dma_copy(rows[16:17, :], x)
+    nisa.nonzero_with_count(out, rows, index_offset=16)
+    assert not out.array()[1:16].any()
+    return stored(out[16:17, :])
+
+
 @program(
     "nki.isa.nc_n_gather",
     X[:16],

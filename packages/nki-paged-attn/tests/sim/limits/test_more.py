@@ -78,6 +78,65 @@ def a_gather_past_the_end():
     nisa.nc_n_gather(sbuf((8, 4)), zeros((8, 8)), index)
 
 
+@limit("nki.isa.nc_find_index8", "nisa.nc_find_index8: data must have 8 to 16384 elements, got 7")
+def a_search_in_seven():
+    nisa.nc_find_index8(sbuf((8, 8), "uint32"), zeros((8, 7)), zeros((8, 8)))
+
+
+@limit(
+    "nki.isa.nc_find_index8",
+    "nisa.nc_find_index8: vals must have 8 partitions of 8 elements, got (8, 7)",
+)
+def a_search_for_seven():
+    nisa.nc_find_index8(sbuf((8, 8), "uint32"), zeros((8, 9)), zeros((8, 7)))
+
+
+@limit(
+    "nki.isa.nc_match_replace8",
+    "nisa.nc_match_replace8: dst_idx must be uint16 or uint32, got int32",
+)
+def places_with_a_sign():
+    x = zeros((8, 8))
+    nisa.nc_match_replace8(sbuf((8, 8)), x, x, 0.0, sbuf((8, 8), "int32"))
+
+
+@limit("nki.isa.nc_match_replace8", "nisa.nc_match_replace8: imm must be a number, got a")
+def a_letter_in_place_of_values():
+    nisa.nc_match_replace8(sbuf((8, 8)), zeros((8, 8)), zeros((8, 8)), "a")
+
+
+def nonzero(dst=((8, 9), "int32"), src="float32", **options):
+    nisa.nonzero_with_count(sbuf(*dst), zeros((8, 8), src), **options)
+
+
+COUNT = "nki.isa.nonzero_with_count"
+
+
+@limit(COUNT, "nisa.nonzero_with_count: target must be trn2 or newer, got trn1", "trn1")
+def a_count_on_gen2():
+    nonzero()
+
+
+@limit(COUNT, "nisa.nonzero_with_count: src must be float32 or int32, got bfloat16")
+def a_count_of_16_bits():
+    nonzero(src="bfloat16")
+
+
+@limit(COUNT, "nisa.nonzero_with_count: dst must be int32, got float32")
+def a_count_in_floats():
+    nonzero(dst=((8, 9), "float32"))
+
+
+@limit(COUNT, "nisa.nonzero_with_count: dst must have 8 partitions of 9 elements, got (8, 8)")
+def a_count_without_room():
+    nonzero(dst=((8, 8), "int32"))
+
+
+@limit(COUNT, "nisa.nonzero_with_count: padding_val must be an integer, got 0.5")
+def a_padding_of_a_half():
+    nonzero(padding_val=0.5)
+
+
 @limit(
     "nki.isa.nc_stream_shuffle",
     "nisa.nc_stream_shuffle: shuffle_mask must be 32 numbers below 32, or 255, got [32]",

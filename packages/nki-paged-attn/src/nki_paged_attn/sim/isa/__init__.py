@@ -25,6 +25,7 @@ from .scan import (
     tensor_partition_reduce,
     tensor_tensor_scan,
 )
+from .search import nc_find_index8, nc_match_replace8, nonzero_with_count
 from .select import (
     affine_select,
     iota,
@@ -55,10 +56,7 @@ MISSING = frozenset(
         "dropout",
         "get_nc_sub_version",
         "local_gather",
-        "nc_find_index8",
-        "nc_match_replace8",
         "nc_matmul_mx",
-        "nonzero_with_count",
         "quantize_mx",
         "rand2",
         "rand_get_state",
@@ -102,11 +100,14 @@ __all__ = [
     "matmul_perf_mode",
     "max8",
     "memset",
+    "nc_find_index8",
+    "nc_match_replace8",
     "nc_matmul",
     "nc_n_gather",
     "nc_stream_shuffle",
     "nc_transpose",
     "nc_version",
+    "nonzero_with_count",
     "oob_mode",
     "range_select",
     "reciprocal",
