@@ -19,6 +19,7 @@ from nki_paged_attn import (
 )
 from nki_paged_attn._paged.masks import column_order, pack_mask
 from nki_paged_attn.cache import pack_keys, unpack_keys
+from nki_paged_attn.sim import targets
 
 from . import _vllm
 from ._cases import BF16
@@ -457,17 +458,50 @@ def test_reshape_and_cache(tokens, heads, dim, blocks, size):
     assert (flat[:, untouched] == 7).all()
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3", "float8_e4m3fn", "float8_e5m2"])
-def test_a_cache_in_fp8_saturates(name):
+LARGEST = {
+    ("float8_e4m3", "trn2"): 240.0,
+    ("float8_e4m3", "trn3"): 240.0,
+    ("float8_e4m3fn", "trn1"): 240.0,
+    ("float8_e4m3fn", "trn2"): 240.0,
+    ("float8_e4m3fn", "trn3"): 448.0,
+    ("float8_e4m3fn", None): 240.0,
+    ("float8_e5m2", "trn2"): 57344.0,
+}
+
+
+@pytest.mark.parametrize(("name", "target"), LARGEST)
+def test_a_cache_in_fp8_ends_where_its_target_does(name, target):
     """Also the forms whose next number after the largest is NaN."""
-    dtype = np.dtype(getattr(ml_dtypes, name))
-    most = float(ml_dtypes.finfo(dtype).max)
+    dtype, most = np.dtype(getattr(ml_dtypes, name)), LARGEST[name, target]
     cache = np.zeros((2, 1, 1, 1, 5), dtype)
     x = np.array([[[1e30, -1e30, np.inf, np.nan, 0.5]]], np.float32)
-    reshape_and_cache(x, x, cache, np.array([0]))
+    reshape_and_cache(x, x, cache, np.array([0]), target=target)
     for half in cache:
         stored = half[0, 0, 0].astype(np.float32)
         np.testing.assert_array_equal(stored, [most, -most, most, np.nan, 0.5])
+    if target != "trn3":
+        # what engines up to trn2 read
+        read = cache.view(ml_dtypes.float8_e4m3 if "e4m3" in name else dtype)
+        assert np.isfinite(read[..., [0, 1, 2, 4]].astype(np.float32)).all()
+
+
+def test_the_device_says_for_which_target_fp8_is_written(tmp_path, monkeypatch):
+    x = np.full((1, 1, 1), 1e30, np.float32)
+
+    def largest():
+        cache = np.zeros((2, 1, 1, 1, 1), ml_dtypes.float8_e4m3fn)
+        reshape_and_cache(x, x, cache, np.array([0]))
+        return float(cache[0, 0, 0, 0, 0])
+
+    product = tmp_path / "product_name"
+    monkeypatch.setattr(targets, "PRODUCT", product)
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
+    found = [largest()]
+    for name in ("trn3.48xlarge\n", "trn2.3xlarge\n", "m7i.large\n"):
+        product.write_text(name)
+        found.append(largest())
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "gen4")
+    assert [*found, largest()] == [240, 448, 240, 240, 448]
 
 
 def test_the_cache_of_torch_changes_in_place():
@@ -495,6 +529,8 @@ def test_the_cache_of_torch_changes_in_place():
             ValueError,
             "kv_cache must be writable, got a read-only array",
         ),
+        ({"target": "trn9"}, ValueError, "target must be one of trn1, .*, got 'trn9'"),
+        ({"target": 2}, TypeError, "target must be a string or None, got int"),
         ({"slot_mapping": np.zeros(3, int)}, ValueError, r"slot_mapping must be \[2\]"),
         ({"slot_mapping": np.zeros(2)}, TypeError, "slot_mapping must be of integers"),
         ({"slot_mapping": np.array([0, 16])}, ValueError, "slot_mapping must be below 16, got 16"),

@@ -46,6 +46,18 @@ def test_new_tokens_are_written(options, programs, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("target", "most"), [("trn2", 240.0), ("trn3", 448.0), (None, 240.0)])
+def test_the_kernel_and_the_host_end_where_the_target_does(target, most, monkeypatch):
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
+    case, slots = make([20, 1], [100, 3], cache_dtype=E4M3FN)
+    large = replace(case, k=1000 * case.k, v=1000 * case.v, kv_cache=case.kv_cache.copy())
+    large.run(write_cache=True, target=target)
+    cache = case.kv_cache.copy()
+    reshape_and_cache(large.k[: len(slots)], large.v[: len(slots)], cache, slots, target=target)
+    assert (large.kv_cache.view(np.uint8) == cache.view(np.uint8)).all()
+    assert np.abs(cache.astype(np.float32)).max() == most
+
+
 def test_any_bucket_and_any_strides():
     case, slots = make()
     cache = np.asfortranarray(case.kv_cache)

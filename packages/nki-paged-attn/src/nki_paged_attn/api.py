@@ -19,6 +19,7 @@ from ._paged.checks import (
     check_scales,
     check_sinks,
     check_table,
+    check_target,
     check_transposes,
     check_window,
     check_writes,
@@ -69,6 +70,7 @@ def paged_attention(
     packed_keys: bool = False,
     transposes: str = "tensor",
     write_cache: bool = False,
+    target: str | None = None,
 ) -> Any:
     """Attend new tokens to their sequence's cached context and, causally, to each other.
 
@@ -104,10 +106,14 @@ def paged_attention(
         transposes: the engine that transposes the probabilities of prompts: ``tensor`` (TensorE),
             or ``dma`` with q in 16 bits. The result is the same.
         write_cache: also write ``k`` and ``v`` into ``kv_cache``, in place, divided by ``k_scale``
-            and ``v_scale``, in FP8 limited to its largest number. ``block_table`` then also has the
-            blocks of the new tokens, and each token goes to its position in them. Nothing waits for
-            these writes, so no sequence may have in its context a token that another one writes in
-            the same call.
+            and ``v_scale``, in FP8 limited to the target's largest number. ``block_table`` then
+            also has the blocks of the new tokens, and each token goes to its position in them.
+            Nothing waits for these writes, so no sequence may have in its context a token that
+            another one writes in the same call.
+        target: the generation that an FP8 cache is written for: ``trn2``, whose e4m3 ends at 240,
+            ``trn3``, where e4m3fn ends at 448, and others. Default: the device's, as
+            ``NEURON_PLATFORM_TARGET_OVERRIDE`` or the instance type says it; else ``trn2``, whose
+            numbers both read.
 
     Returns:
         ``out`` in q's shape and dtype, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
@@ -155,6 +161,7 @@ def paged_attention(
         dtype=np.dtype(queries.dtype).name,
         is_packed=check_packing(packed_keys, cache.dtype, cache.shape[3]),
         turns_by_dma=check_transposes(transposes, np.dtype(queries.dtype).name),
+        target=check_target(target),
     )
     batch = Batch(lens, contexts, table, tokens, check_window(window), writes=write_cache)
     packed = batch.pack(cache.shape[3])

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from ._paged.checks import FP8, check_apart, check_cache, check_dtypes, check_packing
+from ._paged.checks import (
+    check_apart,
+    check_cache,
+    check_dtypes,
+    check_packing,
+    check_target,
+    largest_of,
+)
 from .sim.arrays import Array, check_no_gradient, to_array
 
 
@@ -29,21 +35,31 @@ def unpack_keys(cache: Array) -> Array:
 
 
 def reshape_and_cache(
-    key: Any, value: Any, kv_cache: Any, slot_mapping: Any, *, packed_keys: bool = False
+    key: Any,
+    value: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    *,
+    packed_keys: bool = False,
+    target: str | None = None,
 ) -> None:
     """Write each token's key and value to its slot, in place.
 
     Args:
         key, value: ``[tokens, kv_heads, head_dim]``.
         kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``; values are rounded to its dtype,
-            and in FP8 limited to its largest number; NaN stays NaN.
+            and in FP8 limited to the target's largest number; NaN stays NaN.
         slot_mapping: for each token ``block * block_size + place in the block``, ``[tokens]``. A
             negative slot is padding: nothing is written. If tokens share a slot, the last one wins.
         packed_keys: whether ``kv_cache[0]`` has two tokens interleaved.
+        target: the generation that reads the cache; e4m3 ends at 240 on ``trn2``, at 448 on
+            ``trn3`` in the form e4m3fn. Default: the device's, or ``trn2``, whose numbers both
+            read.
 
     Raises:
         TypeError: a dtype that is not offered.
-        ValueError: a shape, a slot past the end of the cache, or a cache that shares memory.
+        ValueError: a shape, a slot past the end of the cache, a cache that shares memory, or an
+            unknown target.
     """
     keys, values, cache = (
         to_array(n, x) for n, x in (("key", key), ("value", value), ("kv_cache", kv_cache))
@@ -72,11 +88,12 @@ def reshape_and_cache(
     # before the conversion to signed numbers, in which 2**64 - 1 would be padding
     if tokens and slots.max() >= room:
         raise ValueError(f"slot_mapping must be below {room}, got {slots.max()}")
+    most = largest_of(cache.dtype.name, check_target(target))
     slots = slots.astype(np.int64)
     kept = slots >= 0
     block, place = slots[kept] // block_size, slots[kept] % block_size
     for half, x in zip(cache, (keys, values), strict=True):
-        rounded = _round(x[kept], cache.dtype)
+        rounded = _round(x[kept], cache.dtype, most)
         if is_packed and x is keys:
             # a view, so that the cache itself is written
             pairs = half.view().reshape(*half.shape[:2], block_size // 2, head_dim, 2)
@@ -87,10 +104,9 @@ def reshape_and_cache(
             half[block, :, place] = rounded
 
 
-def _round(x: Array, dtype: np.dtype[Any]) -> Array:
+def _round(x: Array, dtype: np.dtype[Any], most: float) -> Array:
     """Round to a cache's dtype; FP8 saturates, because some of its forms have no infinity."""
-    if dtype.name in FP8:
-        most = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    if most:
         x = np.clip(x.astype(np.float32), -most, most)
     with np.errstate(over="ignore"):
         return x.astype(dtype)

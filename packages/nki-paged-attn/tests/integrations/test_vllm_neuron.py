@@ -47,11 +47,12 @@ def make_step(queries, contexts, padding=3, dtype=torch.float32, **options):
         device="cpu",
         **options,
     )
-    for name in ("packed_keys", "fused_write"):
+    for name in ("packed_keys", "fused_write", "target", "return_lse"):
         options.pop(name, None)
-    exact, _ = paged_attention_reference(
+    exact, lse = paged_attention_reference(
         case.q, case.k, case.v, case.kv_cache, case.block_table, queries, contexts, **options
     )
+    exact = exact if not step.options.has_lse else (exact, lse)
     return step, [*tensors, torch.from_numpy(slots)], exact
 
 
@@ -117,13 +118,44 @@ def test_unused_blocks_and_what_no_token_sees_may_hold_anything(device):
     np.testing.assert_allclose(out[:95].numpy(), exact, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", FEATURES, ids=lambda o: " ".join(o) or "plain")
+@pytest.mark.parametrize("place", ["cpu", "neuron"])
+def test_the_lse(place, options, request):
+    if place == "neuron":
+        request.getfixturevalue("device")
+    step, tensors, (exact, exact_lse) = make_step(*BATCH, return_lse=True, **options)
+    out, lse = vllm_neuron.paged_attention(*tensors, step)
+    np.testing.assert_allclose(out[:95].numpy(), exact, atol=1e-5)
+    assert lse.dtype == torch.float32
+    assert lse.shape == (4, 98)
+    np.testing.assert_allclose(lse[:, :95].numpy(), exact_lse, atol=1e-5)
+    # padding sees the sink alone
+    np.testing.assert_array_equal(lse[:, 97], options.get("sinks", np.full(4, -np.inf)))
+
+
+def test_a_scale_of_vllm_neuron_is_the_reciprocal_of_ours():
+    """Its models multiply by ``k_scale`` when they write; here tokens are divided by it."""
+    theirs = torch.tensor([0.25, 8.0])
+    step, tensors, _ = make_step(*BATCH, k_scale=(1 / theirs).tolist())
+    key, slots = tensors[1], tensors[5]
+    cache = tensors[3].clone()
+    vllm_neuron.paged_attention(*tensors, step)
+    kept = slots >= 0
+    cache[slots[kept] // 16, :, slots[kept] % 16] = key[kept] * theirs[:, None]
+    assert torch.equal(tensors[3], cache)
+
+
+LARGEST = {("float8_e4m3fn", "trn2"): 240, ("float8_e4m3fn", "trn3"): 448}
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_writing_into_slots(dtype):
+def test_writing_into_slots(dtype, target):
     cache = torch.zeros(3, 2, 4, 8).to(getattr(torch, dtype))
     x = torch.randn(5, 2, 8) * 300
-    vllm_neuron.write_cache(x, cache, torch.tensor([5, -1, 0, 11, -1]))
+    vllm_neuron.write_cache(x, cache, torch.tensor([5, -1, 0, 11, -1]), target=target)
     expected = torch.zeros(3, 2, 4, 8)
-    most = torch.finfo(cache.dtype).max
+    most = LARGEST.get((dtype, target), torch.finfo(cache.dtype).max)
     for row, slot in ((0, 5), (2, 0), (3, 11)):
         expected[slot // 4, :, slot % 4] = x[row].clamp(-most, most)
     assert torch.equal(cache.float(), expected.to(cache.dtype).float())
@@ -267,6 +299,17 @@ def test_packed_keys_are_fp8_of_their_shape():
     tensors[3] = tensors[3].reshape(*tensors[3].shape[:2], 8, 16, 2)
     with pytest.raises(TypeError, match="k_cache must be in FP8 for packed_keys, got"):
         vllm_neuron.paged_attention(*tensors, step)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("target", "most"), [("trn2", 240), ("trn3", 448)])
+def test_a_step_writes_fp8_for_its_target(device, target, most, fused):
+    """Of 1000, torch's own limit would leave bits that trn2 reads as NaN."""
+    step, tensors, _ = make_step(*BATCH, fused_write=fused, target=target)
+    tensors[1] = 1000 * tensors[1]
+    tensors[3:5] = [x.to(torch.float8_e4m3fn) for x in tensors[3:5]]
+    vllm_neuron.paged_attention(*tensors, step)
+    assert tensors[3].float().abs().max() == most
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=lambda o: " ".join(o) or "plain")

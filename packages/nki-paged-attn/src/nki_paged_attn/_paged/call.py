@@ -26,6 +26,7 @@ class Options:
         is_packed: whether two tokens of the cached keys are interleaved.
         turns_by_dma: whether DMA turns the probabilities of a prompt.
         largest: limit of new keys and values that are written; 0.0 for no limit.
+        target: generation for which FP8 is written.
     """
 
     scale: float
@@ -38,6 +39,7 @@ class Options:
     is_packed: bool = False
     turns_by_dma: bool = False
     largest: float = 0.0
+    target: str = "trn2"
 
     def __post_init__(self) -> None:
         # with a softcap the kernel limits the factor

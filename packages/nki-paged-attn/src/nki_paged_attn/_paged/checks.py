@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..sim.arrays import Array, as_array
+from ..sim.targets import device_target, find_target
 
 # dtypes of queries and caches; dtypes of caches only
 FLOATS = ("float16", "bfloat16", "float32")
@@ -24,6 +26,29 @@ MOST_WORK = 10**5
 
 FP32_MAX = float(np.finfo(np.float32).max)
 LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
+
+
+def check_target(target: Any) -> str:
+    """Return the generation that a cache is written for: the device's, or trn2, if None."""
+    if target is None:
+        # whose FP8 trn3 reads, too
+        return device_target() or "trn2"
+    if not isinstance(target, str):
+        raise TypeError(f"target must be a string or None, got {type(target).__name__}")
+    return find_target(target).name
+
+
+def largest_of(dtype: str, target: str) -> float:
+    """Return the limit of numbers before they are rounded to a dtype: FP8's largest, else 0.
+
+    Up to trn2 the engines read e4m3 in the form that ends at 240, whatever the host calls it:
+    larger numbers of e4m3fn are infinities and NaN to them.
+    """
+    if dtype not in FP8:
+        return 0.0
+    if dtype == "float8_e4m3fn" and find_target(target).generation < 4:
+        dtype = "float8_e4m3"
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def check_dtypes(q: tuple[str, Array], others: dict[str, Array], kv_cache: Array) -> None:

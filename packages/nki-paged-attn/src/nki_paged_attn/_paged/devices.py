@@ -19,12 +19,12 @@ import numpy as np
 from ..sim.arrays import Array, is_tensor
 from .backends import find_programs, load_kernel
 from .call import Options
+from .checks import largest_of
 from .forms import WRITES, Buckets, Form
 from .launch import (
     find_folding,
     find_form,
     form_tables,
-    largest_of,
     static_arguments,
 )
 from .sequences import Packed
@@ -313,7 +313,8 @@ def launch_prepared(
     """
     form, options = prepared.form, prepared.options
     if form.writes:
-        options = replace(options, largest=largest_of(describe(caches[0]).dtype))
+        dtype = describe(caches[0]).dtype.name
+        options = replace(options, largest=largest_of(dtype, options.target))
     rows = prepared.tokens * prepared.heads
     if prepared.multiplier is None:
         q = device.zeros(tuple(q.shape), q)

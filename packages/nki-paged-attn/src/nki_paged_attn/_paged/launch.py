@@ -6,13 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..sim.arrays import Array
 from . import backends
 from .call import SMALLEST_FACTOR, Options
-from .checks import FP8, PARTITIONS
+from .checks import PARTITIONS, largest_of
 from .forms import MAX_PART_ROWS, Buckets, Form
 from .sequences import Packed
 from .tables import Scales, Tables, build_tables
@@ -181,13 +180,6 @@ def form_arguments(
     }
 
 
-def largest_of(dtype: np.dtype[Any]) -> float:
-    """Return the limit of numbers before they are rounded to a dtype: FP8's largest, else 0."""
-    if dtype.name not in FP8:
-        return 0.0
-    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
-
-
 def by_head(x: Array, places: Array) -> Array:
     """Return new keys or values as ``[kv_heads, places, head_dim]``; empty places are 0."""
     result = np.zeros((x.shape[1], len(places), x.shape[2]), x.dtype)
@@ -213,7 +205,7 @@ def launch_form(
         lse = np.zeros((heads, tokens), np.float32)
         return np.zeros_like(q), lse if options.has_lse else None
     if form.writes:
-        options = replace(options, largest=largest_of(kv_cache.dtype))
+        options = replace(options, largest=largest_of(kv_cache.dtype.name, options.target))
     arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
     out, lse, *written = backends.run(backend, arguments)
     if backend != "sim":

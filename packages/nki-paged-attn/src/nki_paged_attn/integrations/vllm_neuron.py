@@ -29,8 +29,10 @@ from .._paged.checks import (
     check_scales,
     check_sinks,
     check_table,
+    check_target,
     check_window,
     check_writes,
+    largest_of,
 )
 from .._paged.forms import Buckets, check_buckets
 from ..sim.arrays import check_no_gradient, to_array
@@ -138,6 +140,8 @@ def prepare(
     buckets: Buckets | None = None,
     packed_keys: bool = False,
     fused_write: bool = False,
+    target: str | None = None,
+    return_lse: bool = False,
 ) -> Step:
     """Plan a step on the host; only its table crosses to the device.
 
@@ -150,12 +154,18 @@ def prepare(
         tokens: rows of the packed queries, padding included; results of padding are 0.
         dtype: of the queries.
         device: of the queries.
-        scale, window, sinks, softcap, k_scale, v_scale, buckets: as in ``nki_paged_attn``.
+        scale, window, sinks, softcap, buckets: as in ``nki_paged_attn``.
+        k_scale, v_scale: factors of cached keys and values, a number or ``[kv_heads]``: new tokens
+            are divided by them when they are written, and cached ones multiplied when they are
+            read. A model of vllm-neuron multiplies by its ``k_scale`` when it writes: give the
+            reciprocal of that here.
         packed_keys: whether the key cache is ``[blocks, kv_heads, block_size // 2, head_dim, 2]``,
             in FP8.
         fused_write: whether the kernel writes new tokens, into the slots that follow from lengths
             and tables. It then reads new tokens unrounded, not from the cache, and no sequence may
             have in its context a token that another one writes in the same step.
+        target: the generation for which FP8 is written, as in ``nki_paged_attn``.
+        return_lse: whether the step's calls also return the LSE.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -189,9 +199,10 @@ def prepare(
         sinks=check_sinks(sinks, heads),
         k_scales=check_scales("k_scale", k_scale, kv_heads),
         v_scales=check_scales("v_scale", v_scale, kv_heads),
-        has_lse=False,
+        has_lse=check_flag("return_lse", return_lse),
         dtype=DTYPES[dtype],
         is_packed=check_packing(packed_keys, FP8[0], block_size),
+        target=check_target(target),
     )
     where, sizes = torch.device(device), check_buckets(buckets)
     # also on the CPU, so that a call that runs there runs on a device
@@ -217,7 +228,7 @@ def paged_attention(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     step: Step,
-) -> torch.Tensor:
+) -> Any:
     """Write new tokens into the caches, and attend to the cached tokens of a step's sequences.
 
     Args:
@@ -230,7 +241,9 @@ def paged_attention(
         step: the result of ``prepare``.
 
     Returns:
-        out like query. Every tensor stays on its device.
+        out like query, or ``(out, lse)`` if ``prepare`` was told ``return_lse=True``: natural
+        logarithms of the denominators, fp32 ``[heads, tokens]``; of padding the head's sink, or
+        -inf. Every tensor stays on its device.
 
     Raises:
         TypeError: a dtype other than the step's, or no tensor.
@@ -249,17 +262,19 @@ def paged_attention(
     prepared = step.prepared
     device = devices.TorchDevice(query.device)
     if prepared is None or not prepared.form.writes:
-        write_cache(key, k_cache, slot_mapping, step.options.k_scales)
-        write_cache(value, v_cache, slot_mapping, step.options.v_scales)
+        options = step.options
+        write_cache(key, k_cache, slot_mapping, options.k_scales, options.target)
+        write_cache(value, v_cache, slot_mapping, options.v_scales, options.target)
     if prepared is None:
-        return torch_attention(query, k_cache, v_cache, step)
+        out, lse = torch_attention(query, k_cache, v_cache, step)
+        return (out, lse) if step.options.has_lse else out
     if prepared.form.writes:
         new_k, new_v = (device.by_head(x, prepared.order) for x in (key, value))
     else:
         shape = (k_cache.shape[1], prepared.form.places, k_cache.shape[3])
         new_k = new_v = device.zeros(shape, query)
-    out, _ = devices.launch_prepared(device, query, (new_k, new_v), (k_cache, v_cache), prepared)
-    return out  # type: ignore[no-any-return]
+    out, lse = devices.launch_prepared(device, query, (new_k, new_v), (k_cache, v_cache), prepared)
+    return out if lse is None else (out, lse)
 
 
 def write_cache(
@@ -267,11 +282,12 @@ def write_cache(
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     scales: tuple[float, ...] = (1.0,),
+    target: str | None = None,
 ) -> None:
     """Write tokens into their slots; negative slots are skipped, without waiting for the device.
 
-    Tokens are divided by the cache's scales, and in FP8 limited to its largest number. A token
-    without a slot repeats the write of a token with one, so that nothing waits for the host.
+    Tokens are divided by the cache's scales, and in FP8 limited to the target's largest number. A
+    token without a slot repeats the write of a token with one, so that nothing waits for the host.
     """
     if not len(x):
         return
@@ -286,30 +302,33 @@ def write_cache(
         heads = [new[:, n].float() / s for n, s in enumerate(scales)]
         new = torch.stack(heads, dim=1)
     if cache.dtype.itemsize == 1:
-        most = torch.finfo(cache.dtype).max
+        most = largest_of(str(cache.dtype).removeprefix("torch."), check_target(target))
         new = new.float().clamp(-most, most)
     # indexed as bits, because some dtypes have no indexing kernels
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]
-    target = cache.view(bits)
+    stored = cache.view(bits)
     rows = new.to(cache.dtype).view(bits)
+    place: tuple[Any, ...]
     if cache.ndim == 5:
         # two tokens interleaved
         block, offset = slots // (2 * cache.shape[2]), slots % (2 * cache.shape[2])
         place = block, slice(None), offset // 2, slice(None), offset % 2
-        target[place] = torch.where(some, rows, target[place])
     else:
-        target[block, :, offset] = torch.where(some, rows, target[block, :, offset])
+        place = block, slice(None), offset
+    stored[place] = torch.where(some, rows, stored[place])
 
 
 def torch_attention(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: Step
-) -> torch.Tensor:
-    """Compute a step in PyTorch, in fp32, without a device."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a step in PyTorch, in fp32, without a device: out, and the LSE."""
     batch, options = step.batch, step.options
     if options.is_packed:
         k_cache = k_cache.transpose(3, 4).flatten(2, 3)
     group = step.heads // k_cache.shape[1]
     out = torch.zeros_like(query)
+    none = np.full(step.heads, -np.inf, np.float32) if options.sinks is None else options.sinks
+    lse = torch.as_tensor(none)[:, None].repeat(1, len(query)).float()
     k_scale, v_scale = (
         torch.tensor(s)[:, None, None] for s in (options.k_scales, options.v_scales)
     )
@@ -335,9 +354,10 @@ def torch_attention(
         if options.sinks is not None:
             sink = torch.as_tensor(options.sinks)[:, None, None].expand(-1, count, 1)
             scores = torch.cat([scores, sink], dim=-1)
+        lse[:, first : first + count] = scores.logsumexp(dim=-1)
         weights = scores.softmax(dim=-1)[..., :keys]
         clean = v.masked_fill(~seen.any(0)[:, None], 0.0)
         result = weights @ clean.repeat_interleave(group, 0)
         out[first : first + count] = result.transpose(0, 1).to(query.dtype)
         first += count
-    return out
+    return out, lse

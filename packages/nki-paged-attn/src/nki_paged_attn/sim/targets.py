@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 KIB = 1024
 
@@ -154,6 +155,25 @@ TARGETS = {
 def default_target() -> str:
     """Return the generation to simulate: ``NEURON_PLATFORM_TARGET_OVERRIDE``, or ``trn2``."""
     return find_target(os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")).name
+
+
+# the instance type of a machine of EC2, such as trn2.48xlarge
+PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
+
+
+def device_target() -> str | None:
+    """Return the generation of this machine's device, as far as anything says it.
+
+    ``NEURON_PLATFORM_TARGET_OVERRIDE``, or the machine's instance type.
+    """
+    named = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE")
+    if named is not None:
+        return find_target(named).name
+    try:
+        family = PRODUCT.read_text().strip().partition(".")[0]
+    except OSError:
+        return None
+    return find_target(family).name if family in TARGETS else None
 
 
 def find_target(target: str | Target) -> Target:
