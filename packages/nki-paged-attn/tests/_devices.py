@@ -11,7 +11,7 @@ from nki_paged_attn._paged import backends, devices
 
 def on_simulator(arguments, programs):
     """Run a form on tensors of PyTorch."""
-    return simulate(backends.simulated_kernel()[programs])(**arguments)
+    return simulate(backends.simulated_kernel()[programs], strict=False)(**arguments)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -92,7 +93,9 @@ def test_12_runs_unmodified_against_another_nki(monkeypatch):
             return call
 
     nki = types.ModuleType("nki")
-    nki.isa, nki.language, nki.jit, nki.simulate = Recording("nki.isa"), language, jit, simulate
+    nki.isa, nki.language, nki.jit = Recording("nki.isa"), language, jit
+    # AWS's does not ask whether outputs are written as a whole
+    nki.simulate = functools.partial(simulate, strict=False)
     for name, module in {"nki": nki, "nki.isa": nki.isa, "nki.language": language}.items():
         monkeypatch.setitem(sys.modules, name, module)
     modules = [n for n in sys.modules if n.startswith("nki_paged_attn._kernels")]
@@ -125,8 +128,8 @@ def test_the_loader_leaves_other_modules_alone():
 def test_the_loader_knows_what_it_does_not_model(tmp_path):
     from nki_paged_attn.sim import load
 
-    (tmp_path / "a.py").write_text("import nki.collectives\n")
-    with pytest.raises(ImportError, match=r"nki.collectives is not modelled"):
+    (tmp_path / "a.py").write_text("import nki.compiler\n")
+    with pytest.raises(ImportError, match=r"nki.compiler is not modelled"):
         load(tmp_path / "a.py")
     (tmp_path / "b.py").write_text("import math\nfrom . import c\nfrom .c import x\ny = c.x + x\n")
     (tmp_path / "c.py").write_text(

@@ -412,7 +412,7 @@ def test_the_bytes_of_a_run_that_computes_are_those_of_one_that_does_not():
     table = np.where(case.block_table < 0, 0, case.block_table)
     plan = build_plan(*case.tensors[5:], table, 16, heads=4, kv_heads=2)
     options = Options.plain(32**-0.5, 2, "bfloat16")
-    run = simulate(backends.simulated_kernel())
+    run = simulate(backends.simulated_kernel(), strict=False)
     run(**form_arguments(*case.tensors[:4], plan.batch, plan.form, options))
     dry = trace_plan(plan, head_dim=32, blocks=case.kv_cache.shape[1])
     # tensors have other numbers, and outputs other names

@@ -277,6 +277,18 @@ def test_program(name):
     program.check(name)
 
 
+def test_one_core_may_issue_instructions_that_the_other_does_not():
+    """As AWS's library stores the result of both: no register decides."""
+
+    def body(x):
+        out = hbm((64, 32))
+        if nl.program_id(0) == 0:
+            nisa.dma_copy(out, loaded(x[0]))
+        return out
+
+    assert (run(body, PAIR, programs=2, strict=True) == PAIR[0]).all()
+
+
 def test_both_cores_may_write_the_same():
     """As AWS's cumsum does; each may read what it wrote itself."""
 

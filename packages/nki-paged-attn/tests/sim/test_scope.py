@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from nki_paged_attn.sim import ArraySpec, NotModelledError
+from nki_paged_attn.sim import ArraySpec, NotModelledError, UnwrittenError, jit, simulate
 
 from ._limits import matmul
-from ._nki import draw, loaded, nisa, nl, psum, run, sbuf, zeros
+from ._nki import draw, hbm, loaded, nisa, nl, psum, run, sbuf, zeros
 from ._scope import NOT_MODELLED
 
 
@@ -67,6 +67,23 @@ def test_sizes_of_the_hardware_are_known_outside_of_a_kernel(monkeypatch):
     outside = [getattr(nl.tile_size, n) for n in names]
     assert run(lambda: [getattr(nl.tile_size, n) for n in names], target="trn3") == tuple(outside)
     assert nl.tile_size.gemm_moving_fmax == 4096
+
+
+def test_unwritten_memory_is_refused_by_default(monkeypatch):
+    def body(x):
+        tile, out = sbuf((4, 4), name="half"), hbm((4, 4))
+        nisa.dma_copy(tile[0:2, :], x[0:2, :])
+        nisa.dma_copy(out, tile)
+        return out
+
+    x = np.ones((4, 4), np.float32)
+    with pytest.raises(UnwrittenError, match="src half must be written before it is read"):
+        simulate(body)(x)
+    with pytest.raises(UnwrittenError, match="src half must be written before it is read"):
+        jit(body)(x)
+    assert np.isnan(simulate(body, strict=False)(x)[2:]).all()
+    monkeypatch.setenv("NKI_SIM_STRICT", "0")
+    assert np.isnan(jit(body)(x)[2:]).all()
 
 
 def test_calls_outside_of_a_kernel_say_so():

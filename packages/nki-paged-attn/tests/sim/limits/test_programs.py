@@ -152,20 +152,6 @@ def a_gather_of_a_row_that_the_other_wrote(x):
         nisa.dma_copy(sbuf((1, 8)), x.vector_select(0, rows))
 
 
-@limit(
-    LNC,
-    "kernel[2]: instruction 1 of program 1 must be that of program 0, memset on vector, got "
-    "dma_copy on dma",
-    programs=2,
-    strict=True,
-)
-def an_instruction_of_one_program_alone():
-    out, tile = hbm((2, 2, 4)), zeros((2, 4))
-    if nl.program_id(0) == 0:
-        nisa.memset(tile, 1.0)
-    nisa.dma_copy(out[nl.program_id(0)], tile)
-
-
 @pytest.mark.parametrize("name", limit.names())
 def test_limit(name):
     limit.check(name)
