@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import signal
 import sys
 from collections import Counter
@@ -20,7 +18,8 @@ from ._paged.backends import choose_backend, find_programs
 from ._paged.checks import FLOATS, FP8, MAX_HEAD_DIM
 from ._paged.forms import BLOCKS, MERGES, PARTS, Buckets
 from .estimate import SAMPLES, sequential_table, trace_form
-from .sim import Trace, cost, find_target, install, write_timeline
+from .sim import Trace, cost, find_target, write_timeline
+from .sim.__main__ import add_run, run_file
 from .sim.targets import default_target
 
 # distance of 1 to the next number
@@ -98,10 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     found = commands.add_parser("check", help="compare the kernel with the reference")
     found.add_argument("--backend", default="auto", help="auto, nki, nki-sim or sim (auto)")
-    found = commands.add_parser("run", help="run a file whose `import nki` is the simulator")
-    found.add_argument("file", help="a Python file, with kernels and what calls them")
-    found.add_argument("--target", help="trn1, trn2 or trn3 (trn2)")
-    found.add_argument("arguments", nargs=argparse.REMAINDER, help="what the file is given")
+    add_run(commands.add_parser("run", help="run a file whose `import nki` is the simulator"))
     for name, text in (("cost", "estimate engine and DMA time"), ("plan", "show a plan")):
         found = commands.add_parser(name, help=f"{text} of a batch, without data")
         _add_batch(found)
@@ -151,21 +147,6 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE.json", help="where to write a timeline as Chrome's trace events"
     )
-
-
-def _run_file(arguments: argparse.Namespace) -> int:
-    """Run a file as a program, with the simulator as its nki."""
-    path = Path(arguments.file)
-    if not path.is_file():
-        raise OSError(f"file must be a Python file, got {arguments.file!r}")
-    if not install():
-        raise ImportError(f"nki is installed: run the file with it, python {arguments.file}")
-    if arguments.target is not None:
-        os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = find_target(arguments.target).name
-    sys.argv = [arguments.file, *arguments.arguments]
-    sys.path.insert(0, str(path.parent))
-    runpy.run_path(arguments.file, run_name="__main__")
-    return 0
 
 
 def _print_plan(arguments: argparse.Namespace) -> None:
@@ -249,7 +230,7 @@ def main(arguments: list[str]) -> int:
     try:
         found = _parser().parse_args(arguments)
         if found.command == "run":
-            return _run_file(found)
+            return run_file(found)
         if found.command in ("cost", "plan"):
             return _run_batch(found)
         backend = choose_backend(getattr(found, "backend", "auto"))

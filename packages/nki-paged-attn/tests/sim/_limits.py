@@ -50,7 +50,10 @@ class Limits:
         """The error names call, operand, limit and value, and the page."""
         page, message, *_ = self.cases[name]
         error = self.caught(name).value
-        assert without_numbers(str(error)) == f"{message} [{error.page}]"
+        first, *place = without_numbers(str(error)).split("\n")
+        assert first == f"{message} [{error.page}]"
+        # errors of a run as a whole have no place
+        assert bool(error.place) == (place != []) == (place[:1] != [] and place[0][:5] == "  at ")
         assert error.page.startswith(page)
         start = without_numbers(f"{error.operation}: {error.operand} {error.limit}, got ")
         assert message.startswith(start)

@@ -542,7 +542,7 @@ REFUSED = {
 @pytest.mark.parametrize("page", REFUSED)
 def test_a_refusal_names_its_page(page):
     body, name = REFUSED[page]
-    with pytest.raises(NotModelledError, match=rf"\[{name}\]$"):
+    with pytest.raises(NotModelledError, match=rf"(?m)\[{name}\]$"):
         run(body)
 
 

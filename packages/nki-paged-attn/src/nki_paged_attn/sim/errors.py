@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import numpy as np
+
+SIM = str(Path(__file__).parent)
+
+
+def is_own(frame: FrameType) -> bool:
+    """Return whether a frame is of the simulator, and not of a kernel."""
+    return frame.f_code.co_filename.startswith(SIM)
+
+
+def describe(frame: FrameType, line: int) -> str:
+    """Return the file, the line, the function and the source of a place in a kernel."""
+    file = frame.f_code.co_filename
+    linecache.checkcache(file)
+    source = linecache.getline(file, line, frame.f_globals).strip()
+    return f"{Path(file).name}:{line} in {frame.f_code.co_name}: {source}".rstrip(": ")
+
+
+def running_frame() -> FrameType:
+    """Return the frame of the kernel that calls the simulator."""
+    frame = sys._getframe(1)
+    while is_own(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 class NkiValidationError(ValueError):
@@ -26,6 +53,9 @@ class NkiValidationError(ValueError):
         self.value = value
         self.page = page
 
+    # the file and the line of the kernel, once they are known
+    place: str | None = None
+
 
 class UnwrittenError(NkiValidationError):
     """Memory was read that nothing has written; raised in strict mode."""
@@ -33,6 +63,8 @@ class UnwrittenError(NkiValidationError):
 
 class NotModelledError(NotImplementedError):
     """A call or an option that the simulator does not model; it never guesses."""
+
+    place: str | None = None
 
 
 class Missing:

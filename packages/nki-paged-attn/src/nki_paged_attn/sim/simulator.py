@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +14,25 @@ import numpy as np
 
 from .arrays import is_tensor, like, to_array
 from .dtypes import NUMPY
-from .errors import is_integer, require
+from .errors import NkiValidationError, NotModelledError, is_integer, require
 from .lnc import LNC
 from .memory.liveness import place
 from .memory.machine import Machine, running
 from .memory.marks import UNWRITTEN
 from .memory.tensor import NkiTensor
+from .places import FirstBad, add_place
 from .targets import Target, default_target, find_target
 from .trace import Trace
 
 # 0 in the environment: kernels that are called, not simulated by name, run without strict
 STRICT = "NKI_SIM_STRICT"
+# 1: each run prints where its first NaN and its first infinity come from
+NAN = "NKI_SIM_NAN"
+
+
+def _says(variable: str, default: str = "0") -> bool:
+    """Return whether a variable of the environment is anything but 0."""
+    return os.environ.get(variable, default) != "0"
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,7 @@ class Kernel:
         """Run the kernel; within another one, it is a function of that kernel."""
         state = running()
         if state is None:
-            strict = os.environ.get(STRICT, "1") != "0"
-            return simulate(self, strict=strict)(*arguments, **options)
+            return simulate(self, strict=_says(STRICT, "1"))(*arguments, **options)
         fits = self.programs in (1, state.programs)
         limit = f"within a kernel must be the kernel's, {state.programs}"
         require(fits, "kernel[...]", "the grid", limit, self.programs, LNC)
@@ -84,6 +92,9 @@ class Simulation:
         samples: how many iterations of a device loop a run without computing traces, evenly spaced,
             each for its share. 0 traces each body once, even if it does not run, which counts the
             instructions that are compiled; None traces all.
+        find_bad: look for the first NaN and the first infinity that a run writes; it starts as what
+            ``NKI_SIM_NAN`` in the environment says.
+        bad: what the last run found, ``nan`` and ``inf``, each with the line that wrote it.
     """
 
     def __init__(self, kernel: Kernel, target: Target, *, strict: bool, execute: bool) -> None:
@@ -93,6 +104,8 @@ class Simulation:
         self.execute = execute
         self.samples: int | None = None
         self.trace = Trace(target.name)
+        self.find_bad = _says(NAN)
+        self.bad: dict[str, str] = {}
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run on NumPy arrays; return what the kernel returns, as NumPy arrays.
@@ -108,6 +121,7 @@ class Simulation:
         )
         machine.samples = None if self.execute else self.samples
         self.trace = machine.trace
+        machine.watch = FirstBad() if self.find_bad and self.execute else None
         taken: dict[int, NkiTensor] = {}
         copies: list[tuple[np.ndarray[Any, Any], NkiTensor]] = []
 
@@ -132,7 +146,11 @@ class Simulation:
         def program(core: Machine) -> Any:
             # NaN and infinities are valid results
             with core, np.errstate(all="ignore"):
-                return function(*wrapped, **keywords)
+                try:
+                    return function(*wrapped, **keywords)
+                except (NkiValidationError, NotModelledError) as error:
+                    add_place(error)
+                    raise
 
         cores = [machine]
         if self.kernel.programs == 1:
@@ -144,6 +162,11 @@ class Simulation:
             if self.strict:
                 _same_branches(cores)
         _check_room(cores)
+        if machine.watch is not None:
+            self.bad = machine.watch.found
+            if _says(NAN):
+                for kind, where in self.bad.items():
+                    sys.stderr.write(f"first {kind}: {where}\n")
         for x, tensor in copies:
             if tensor._storage.is_changed:
                 x[...] = tensor.array()
@@ -189,8 +212,14 @@ def _check_room(cores: list[Machine]) -> None:
     errors = [core.overflow for core in cores if core.overflow is not None]
     target = cores[0].target
     rooms = {"sbuf": target.sbuf_bytes, "psum": target.psum_banks}
+    peaks = {"sbuf": cores[0].trace.sbuf_peak, "psum": cores[0].trace.psum_peak}
     if errors and not place(cores[0].trace, rooms):
-        raise errors[0]
+        first = errors[0]
+        # of the whole run, for the first tile that did not fit needs the least
+        need = peaks["psum" if "PSUM" in first.limit else "sbuf"]
+        text = str(first).replace(f", got {first.value} [", f", got {need} [", 1)
+        first.value, first.args = need, (text,)
+        raise first
 
 
 def _same_branches(cores: list[Machine]) -> None:

@@ -23,7 +23,7 @@ def more_than_128_partitions():
 @limit(
     f"{ARCH}, memory",
     "nl.ndarray: sbuf must fit: at most 212984 bytes of each partition of SBUF are live at "
-    "once, got 212992",
+    "once, got 245760",
 )
 def sbuf_over_its_capacity():
     return [sbuf((1, 1024), "float32") for _ in range(60)]

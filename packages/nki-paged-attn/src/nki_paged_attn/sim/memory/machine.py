@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import NUMPY, Array, name_of, poison
-from ..errors import NkiValidationError, require
+from ..errors import NkiValidationError, describe, require, running_frame
 from ..lnc import LNC, Turns
 from ..targets import Target
 from ..trace import Instruction, Tile, Trace
@@ -70,6 +70,8 @@ class Machine:
         self.weight = 1.0
         # within nl.no_reorder
         self.is_ordered = False
+        # what looks at each instruction after it has written
+        self.watch: Any = None if first is None else first.watch
         # iteration of the innermost device loop that runs
         self.iteration: Iteration | None = None
         self.shared_used = 0
@@ -166,7 +168,11 @@ class Machine:
             )
         except NkiValidationError as error:
             # does not fit by references; the end of the run checks live ranges
-            self.overflow = self.overflow or error
+            if self.overflow is None:
+                frame = running_frame()
+                error.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                error.args = (f"{error}\n  at {describe(frame, frame.f_lineno)}",)
+                self.overflow = error
         # fresh room first, then what was freed longest ago: rotation, as double buffers do
         taken = []
         while self.freed[region] and live + self.pooled[region] + need > room:
@@ -253,6 +259,8 @@ class Machine:
         if self.execute or storage.dtype in ("int32", "uint32"):
             storage.data = np.empty(storage.nbytes, np.uint8)
             poison(storage.data.view(NUMPY[storage.dtype]))
+        if self.watch is not None:
+            self.watch.storages[storage.id] = storage
         self._watch(storage)
 
     def _watch(self, storage: Storage) -> None:
@@ -270,6 +278,8 @@ class Machine:
             storage.is_constant = not x.flags.writeable
             if self.strict:
                 storage.state = Marks(storage.nbytes, storage.itemsize, BY_OTHERS)
+        if self.watch is not None:
+            self.watch.argument(storage)
         self._watch(storage)
         return storage
 
@@ -300,6 +310,8 @@ class Machine:
         instruction.program = self.program
         instruction.times = self.weight
         self.trace.instructions.append(instruction)
+        if self.watch is not None:
+            self.watch(instruction)
 
     @contextmanager
     def loop(self, weight: float) -> Iterator[None]:
