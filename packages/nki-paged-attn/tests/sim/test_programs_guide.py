@@ -272,6 +272,21 @@ def two_buffers_at_addresses(a):
     return out
 
 
+@program(
+    "nki.isa.sendrecv", PAIR, expected=lambda x: np.stack([x[::-1], 2 * x[::-1]], 1), programs=2
+)
+def two_messages_one_after_the_other(x):
+    """On one pipe: the first is not overwritten before the other core takes it."""
+    out, i = hbm((2, 2, 64, 32)), nl.program_id(0)
+    own = loaded(x[i])
+    for turn in range(2):
+        other = sbuf((64, 32))
+        nisa.sendrecv(src=own, dst=other, send_to_rank=1 - i, recv_from_rank=1 - i, pipe_id=0)
+        nisa.dma_copy(out[i, turn], other)
+        nisa.tensor_scalar(own, own, nl.multiply, 2.0)
+    return out
+
+
 @pytest.mark.parametrize("name", program.cases)
 def test_program(name):
     program.check(name)

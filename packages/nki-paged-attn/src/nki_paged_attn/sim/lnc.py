@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ class Turns:
         self._round = 0
         self._error: BaseException | None = None
         # data that programs exchange at a barrier
-        self.mail: dict[tuple[int, Any], Any] = {}
+        self.mail: defaultdict[tuple[int, Any], deque[Any]] = defaultdict(deque)
 
     def run(self, programs: list[Callable[[], Any]]) -> list[Any]:
         """Run two programs and return their results; raise the first error."""

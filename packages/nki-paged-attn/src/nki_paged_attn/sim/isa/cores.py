@@ -64,7 +64,9 @@ def sendrecv(
     for operand, rank in (("send_to_rank", send_to_rank), ("recv_from_rank", recv_from_rank)):
         require(rank == other, call, operand, f"must be {other}, the other program", rank, page)
     x = read_raw(call, "src", src)
-    state.turns.mail[state.program, pipe_id] = None if x is None else x.copy()
+    # in order: a program may send again before the other one has taken what came first
+    mail = state.turns.mail
+    mail[state.program, pipe_id].append(None if x is None else x.copy())
     state.turns.meet(call, state.program, f"pipe {pipe_id}")
-    write(call, dst, state.turns.mail[other, pipe_id])
+    write(call, dst, mail[other, pipe_id].popleft())
     log("sendrecv", "dma", dst, (src,), src.free_size)
