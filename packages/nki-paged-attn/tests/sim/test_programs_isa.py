@@ -257,8 +257,9 @@ def transpose_on_vector(x):
 
 @program("nki.language.shared_identity_matrix", X, expected=lambda x: x.T)
 def transpose_by_the_identity(x):
-    one, out = sbuf((64, 64)), psum((96, 64))
-    nisa.dma_copy(one, nl.shared_identity_matrix(64, dtype=nl.float32))
+    """AWS's library uses it as a tile of SBUF."""
+    one, out = nl.shared_identity_matrix(64, dtype=nl.float32), psum((96, 64))
+    assert one.buffer == nl.sbuf
     nisa.nc_matmul(out, stationary=loaded(x), moving=one)
     return stored(out)
 
@@ -421,7 +422,7 @@ def with_nan(x):
 def a_product_that_transposes(x):
     """Bit by bit: NaN does not spread to its neighbours."""
     out = psum((96, 64))
-    one = loaded(nl.shared_identity_matrix(64, nl.float32))
+    one = nl.shared_identity_matrix(64, nl.float32)
     nisa.nc_matmul(out, loaded(x), one, is_transpose=True)
     return stored(out)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from .._limits import Limits, matmul
-from .._nki import loaded, nisa, nl, psum, sbuf, zeros
+from .._nki import nisa, nl, psum, sbuf, zeros
 
 limit = Limits()
 
@@ -192,13 +192,13 @@ def a_transpose_without_the_identity():
 
 @limit("nki.isa.nc_matmul, transpose mode", "nisa.nc_matmul: dst must be bfloat16, got float32")
 def a_transpose_that_converts():
-    one = loaded(nl.shared_identity_matrix(8, "bfloat16"))
+    one = nl.shared_identity_matrix(8, "bfloat16")
     nisa.nc_matmul(psum((8, 4)), zeros((8, 4), "bfloat16"), one, is_transpose=True)
 
 
 @limit("nki.isa.nc_matmul, transpose mode", "nisa.nc_matmul: dst must be (4, 8), got (8, 8)")
 def a_transpose_into_a_tile_of_another_shape():
-    one = loaded(nl.shared_identity_matrix(8, "float32"))
+    one = nl.shared_identity_matrix(8, "float32")
     nisa.nc_matmul(psum((8, 8)), zeros((8, 4)), one, is_transpose=True)
 
 

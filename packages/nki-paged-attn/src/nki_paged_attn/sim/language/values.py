@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -281,8 +282,8 @@ def broadcast_to(x: NkiTensor, shape: Any, dtype: str | None = None) -> NkiTenso
 
 @named("nl")
 def shared_constant(constant: Any, dtype: str | None = None) -> NkiTensor:
-    """Return a tensor of HBM that holds an array."""
-    array = np.asarray(constant)
+    """Return a tensor of HBM that holds an array, or what a file ``.npy`` holds."""
+    array = np.load(constant) if isinstance(constant, (str, Path)) else np.asarray(constant)
     if dtype is not None:
         array = array.astype(NUMPY[dtype])
     array = np.array(array, order="C")
@@ -291,11 +292,13 @@ def shared_constant(constant: Any, dtype: str | None = None) -> NkiTensor:
 
 
 @named("nl")
-def shared_identity_matrix(n: int, dtype: str = "uint8") -> NkiTensor:
-    """Return the identity as a tensor of HBM, ``[n, n]``."""
+def shared_identity_matrix(n: int, dtype: str = "uint8", dst: NkiTensor | None = None) -> NkiTensor:
+    """Return the identity, ``[n, n]``, as a tile of SBUF, or in ``dst``."""
     call, page = "nl.shared_identity_matrix", "nki.language.shared_identity_matrix"
     require(is_integer(n) and n >= 1, call, "n", "must be an integer from 1", n, page)
-    return shared_constant(np.eye(n), dtype)
+    out = new((n, n), dtype) if dst is None else dst
+    isa.dma_copy(out, shared_constant(np.eye(n), out.dtype))
+    return out
 
 
 def assign(view: NkiTensor, value: Any) -> None:
