@@ -388,6 +388,20 @@ def numbers_for_members_of_enumerations(x):
     return stored(total)
 
 
+@program(
+    "nki.isa.tensor_scalar",
+    X,
+    expected=lambda x: (np.square(np.maximum(x, 0)), np.abs(x).max(axis=1, keepdims=True)),
+)
+def operators_without_a_second_operand(x):
+    """AWS's quantization takes the largest magnitude of a row so."""
+    tile, out, top = loaded(x), sbuf(x.shape), sbuf((64, 1))
+    nisa.tensor_scalar(out, tile, nl.relu, None, op1=nl.square, operand1=None)
+    kept = sbuf(x.shape)
+    nisa.tensor_scalar_reduce(kept, tile, nl.abs, 0.0, nl.maximum, top)
+    return stored(out), stored(top)
+
+
 @program("nki.isa.memset", X, expected=lambda x: x + 3)
 def an_int_in_a_tile_of_floats(x):
     tile = sbuf(x.shape)

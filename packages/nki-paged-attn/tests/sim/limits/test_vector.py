@@ -284,6 +284,11 @@ def a_scalar_reduction_by_comparison():
     nisa.tensor_scalar_reduce(sbuf((8, 8)), x, nl.add, 0.0, nl.less, sbuf((8, 1)))
 
 
+@limit("nki.isa.tensor_scalar", "nisa.tensor_scalar: operand1 must be None or 0 for abs, got 2.0")
+def an_operand_for_a_magnitude():
+    nisa.tensor_scalar(sbuf((8, 8)), zeros((8, 8)), nl.add, 1.0, op1=nl.abs, operand1=2.0)
+
+
 @pytest.mark.parametrize("name", limit.names())
 def test_limit(name):
     limit.check(name)

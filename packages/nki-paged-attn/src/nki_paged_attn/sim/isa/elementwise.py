@@ -80,11 +80,28 @@ def tensor_tensor(
     log("tensor_tensor", chosen, dst, (data1, data2), data1.free_size, "cheap" if cheap else "")
 
 
+# operators of VectorE that have no second operand: nki.api.shared, supported math operators
+UNARY = frozenset({"abs", "square", "relu", "rsqrt", "reciprocal"})
+
+
+def check_operator(call: str, operand: str, op: Any, y: Any) -> Any:
+    """Check an operator and its second operand, which is None or 0 for one that has none."""
+    if need_op(call, operand, op).name not in UNARY:
+        binary(call, operand, op)
+        return y
+    number = operand.replace("op", "operand")
+    given = isinstance(y, NkiTensor) or y not in (None, 0)
+    # a root took one before the documents said so
+    limit = f"must be None or 0 for {op.name}"
+    page = "nki.isa.tensor_scalar"
+    require(not given or op.name == "rsqrt", call, number, limit, y, page)
+    return 0.0
+
+
 def apply(call: str, operand: str, op: Any, x: Array, y: Any, reverse: bool) -> Array:
     with np.errstate(all="ignore"):
-        if op.name == "rsqrt":
-            # a root has no second operand
-            return (1 / np.sqrt(x)).astype(np.float32)
+        if op.name in UNARY:
+            return op.unary(x).astype(np.float32, copy=False)  # type: ignore[no-any-return]
         function = binary(call, operand, op)
         result: Array = function(y, x) if reverse else function(x, y)
     return result.astype(np.float32, copy=False)
@@ -172,12 +189,14 @@ def tensor_scalar(
             names,
             "nki.isa.tensor_scalar",
         )
+    operand0 = check_operator(call, "op0", op0, operand0)
     y0, read0 = scalar_or_vector(call, "operand0", operand0, data)
-    y1, read1 = scalar_or_vector(call, "operand1", operand1, data) if op1 is not None else (0, ())
+    y1: Any = None
+    read1: tuple[NkiTensor, ...] = ()
+    if op1 is not None:
+        operand1 = check_operator(call, "op1", op1, operand1)
+        y1, read1 = scalar_or_vector(call, "operand1", operand1, data)
     x = read(call, "data", data)
-    for operand, op in (("op0", op0), ("op1", op1)):
-        if op is not None and op.name != "rsqrt":
-            binary(call, operand, op)
     if x is not None:
         x = apply(call, "op0", op0, x, y0, reverse0)
         if op1 is not None:

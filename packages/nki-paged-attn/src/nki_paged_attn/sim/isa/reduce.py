@@ -21,9 +21,9 @@ from ..memory.access import (
 )
 from ..memory.machine import machine
 from ..memory.tensor import NkiTensor
-from ..ops import binary, need_op
+from ..ops import need_op
 from .accumulation import accumulate, check_reduction
-from .elementwise import apply
+from .elementwise import apply, check_operator
 from .engines import log
 from .enums import reduce_cmd as Command
 
@@ -119,7 +119,7 @@ def tensor_scalar_reduce(
     check_tile(call, "data", data)
     check_same_size(call, "dst", dst, data)
     check_vector(call, "reduce_res", reduce_res, data.shape[0])
-    binary(call, "op0", op0)
+    operand0 = check_operator(call, "op0", op0, operand0)
     found = need_op(call, "reduce_op", reduce_op)
     require(
         found.name in ("add", "multiply", "maximum", "minimum"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from enum import Enum
 from typing import Any, TypeVar
@@ -101,7 +100,7 @@ def check_tile(
     if known in _FOUND_RIGHT:
         return tile
     check_pattern(operation, operand, tile)
-    dims = _free_dims(tile)
+    dims = len(_free_sizes(tile))
     require(
         dims <= free_dims,
         operation,
@@ -128,10 +127,19 @@ def check_tile(
     return tile
 
 
-def _free_dims(tile: NkiTensor) -> int:
-    """Return how many free dimensions an access pattern needs: contiguous ones are one."""
-    steps = [(s, n) for s, n in zip(tile._strides[1:], tile.shape[1:], strict=True) if n != 1]
-    return len(steps) - sum(a == b * n for (a, _), (b, n) in itertools.pairwise(steps))
+def _free_sizes(tile: NkiTensor) -> list[int]:
+    """Return the free dimensions of an access pattern: contiguous ones are one."""
+    sizes: list[int] = []
+    step = None
+    for stride, size in zip(tile._strides[:0:-1], tile.shape[:0:-1], strict=True):
+        if size == 1:
+            continue
+        if step == stride:
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+        step = stride * size
+    return sizes
 
 
 def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
@@ -144,13 +152,14 @@ def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
         tile.shape,
         ARCH,
     )
+    most = max(tile.shape[1:])
     require(
-        tile.free_size <= MAX_COUNT,
+        most <= MAX_COUNT,
         operation,
         operand,
-        f"may have at most {MAX_COUNT} elements per partition",
-        tile.free_size,
-        "access patterns have 16-bit counts",
+        f"may have at most {MAX_COUNT} elements in a free dimension",
+        most,
+        f"{ARCH}, 16-bit sizes of access patterns",
     )
     per = tile.partition_step
     require(

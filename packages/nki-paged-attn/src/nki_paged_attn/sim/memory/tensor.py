@@ -21,7 +21,7 @@ STRIDE_BYTES = 16
 # dimensions that an engine reads or writes, besides the partition
 MAX_FREE_DIMS = 3
 # counts of an access pattern are 16-bit numbers
-MAX_COUNT = 32767
+MAX_COUNT = 65535
 
 
 def pairs(
