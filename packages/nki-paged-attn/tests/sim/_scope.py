@@ -51,7 +51,6 @@ NOT_MODELLED = [
         {"execute": False},
     ),
     (lambda: hbm((4, 4))["a"], "NkiTensor[]: an index of type str", {}),
-    (lambda: hbm((4, 4)).ap([[4, 4]], dtype="int32"), "ap: another dtype; use view first", {}),
     (
         lambda: nl.fori_loop(0, load_sum(), print),
         "nl.fori_loop: a register that is not known without execution",

@@ -402,6 +402,18 @@ def operators_without_a_second_operand(x):
     return stored(out), stored(top)
 
 
+@program(
+    "nki.language.NkiTensor, ap with a dtype",
+    X,
+    expected=lambda x: x.view(ml_dtypes.bfloat16)[:, 1::2].astype(np.float32),
+)
+def the_upper_halves_of_floats(x):
+    """Strides and offsets count elements of the new dtype."""
+    out = sbuf(x.shape)
+    nisa.tensor_copy(out, loaded(x).ap([[192, 64], [2, 96]], offset=1, dtype=nl.bfloat16))
+    return stored(out)
+
+
 @program("nki.isa.memset", X, expected=lambda x: x + 3)
 def an_int_in_a_tile_of_floats(x):
     tile = sbuf(x.shape)

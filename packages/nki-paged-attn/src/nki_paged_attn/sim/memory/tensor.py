@@ -78,9 +78,11 @@ class NkiTensor(View):
 
         Args:
             offset: of the first element, from the start of the storage. Default: this view's own.
+            dtype: to read the same bits as; strides and the offset count its elements.
         """
         if dtype is not None and name_of(dtype) != self.dtype:
-            raise NotModelledError(f"ap: another dtype; use view first [{AP_PAGE}]")
+            other = self.view(dtype)
+            return other.ap(pattern, offset, scalar_offset, vector_offset, indirect_dim)
         call, name = "ap", self.name
         strides, shape = pairs(call, "pattern", pattern, PAGE)
         start = self._offset if offset is None else offset
@@ -113,11 +115,12 @@ class NkiTensor(View):
         # strides may be negative
         steps = [s * (n - 1) for s, n in zip(strides, shape, strict=True)]
         first, last = start + sum(min(s, 0) for s in steps), start + sum(max(s, 0) for s in steps)
+        size = self._storage.nbytes // self.itemsize
         require(
-            first >= 0 and last < self._storage.size,
+            first >= 0 and last < size,
             call,
             name,
-            f"must stay within its {self._storage.size} elements",
+            f"must stay within its {size} elements",
             f"{first} to {last}",
             PAGE,
         )
