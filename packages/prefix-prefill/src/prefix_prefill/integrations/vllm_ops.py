@@ -431,7 +431,7 @@ def decode_attention_fwd(
     pages = []
     for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)):
         if x.ndim == 3 and x.shape[0] % page_size == 0:
-            x = x.unflatten(0, (x.shape[0] // page_size, page_size))  # type: ignore[no-untyped-call]
+            x = x.unflatten(0, (x.shape[0] // page_size, page_size))
         if x.ndim != 4 or x.shape[1] != page_size:
             raise ValueError(
                 f"{name} must be [num_pages, page_size, heads_k, head_dim] or [num_pages * "
