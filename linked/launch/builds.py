@@ -54,10 +54,12 @@ def start(launches: list[Build], device: torch.device) -> list[Future[None]]:
     missing = [build for build in launches if not has(build.form, device)]
     if not missing:
         return []
-    from .compiler.launches import set_up
+    from .compiler.launches import identify, set_up
 
     futures = []
     set_up()
+    for build in missing:
+        identify(build.form[0])
     with _lock:
         if not _pools:
             _pools.append(ThreadPoolExecutor(WORKERS, thread_name_prefix="attention-builds"))

@@ -82,6 +82,15 @@ def set_up() -> None:
     triton.runtime.driver.active.get_current_target()
 
 
+def identify(kernel: Kernel) -> None:
+    """Import a kernel and hash its source, before threads do.
+
+    In Triton 3.6 the hash of a kernel, by which the disk keeps it, depends on which others were
+    hashed before: threads would hash in any order, and the next process would not find it.
+    """
+    getattr(kernel.load(), "cache_key", None)
+
+
 def stream() -> Callable[[int], int]:
     """Return the function that gives a device's current stream."""
     found: Callable[[int], int] = triton.runtime.driver.active.get_current_stream

@@ -216,6 +216,13 @@ def test_a_new_kind_of_call_begins_its_builds(built):
         assert sorted(built) == ["forward_kernel", "transpose_values"]
 
 
+class Unnamed:
+    """In place of a kernel's name."""
+
+    def load(self):
+        return None
+
+
 class Slow:
     """In place of a launch: its build waits to be told how it ends."""
 
@@ -234,16 +241,17 @@ def test_a_launch_waits_for_its_build(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", None, raising=False)
     with absent_gpu("nvidia:sm_90"):
         good, bad = Slow(), Slow(RuntimeError("no such instruction"))
-        noted = [builds.Build(x, (name,), (), ()) for name, x in (("a", good), ("b", bad))]
+        a, b, c = (Unnamed() for _ in "abc")
+        noted = [builds.Build(x, (name,), (), ()) for name, x in ((a, good), (b, bad))]
         futures = builds.start(noted, torch.device("meta"))
         threading.Timer(0.05, good.go.set).start()
-        builds.wait((None, "a"))
+        builds.wait((None, a))
         assert good.done
         bad.go.set()
-        builds.wait((None, "b"))  # the launch builds again, and raises what it finds
+        builds.wait((None, b))  # the launch builds again, and raises what it finds
         with pytest.raises(RuntimeError, match="no such instruction"):
             futures[1].result()
-        builds.wait((None, "c"))  # never begun
+        builds.wait((None, c))  # never begun
 
 
 # ---- in processes of their own
