@@ -291,6 +291,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
 
 
 class MLACommonImpl(ABC, Generic[M]):
+    supports_pcp: bool = True
+
     @abstractmethod
     def forward_mqa(
         self,

@@ -646,6 +646,7 @@ def test_what_latent_attention_does_not_serve(latent):
     with pytest.raises(NotImplementedError, match="head_dim_v must be"):
         cls(*given, kv_lora_rank=571)
     assert cls.supports_dcp
+    assert not cls.supports_pcp
     assert latent.supports_batch_invariance()
     builder_cls = latent.get_builder_cls()
     assert builder_cls.query_len_support.name == builder_cls._cudagraph_support.name[:7]

@@ -113,6 +113,8 @@ class LatentAttentionImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
 
     can_return_lse_for_decode = True
     supports_dcp = True
+    # prompts that are cut over ranks: vLLM's base class says that it can
+    supports_pcp = False
 
     def __init__(
         self,

@@ -10,12 +10,13 @@ outside, selects the same one unless another plugin has taken it. If ``VLLM_PLUG
 of plugins to load, is set, it must contain ``prefix_prefill``.
 
 The backend serves decoders, encoders and cross-attention, prefill and decode in one call, with
-sliding windows, softcap, ALiBi and sinks, in fp16, bf16 and fp32, over caches of the model's dtype
-or FP8 with a scale per tensor or KV head. It takes pages of any size in all of vLLM's layouts and
-needs no workspace. Batches of any mixture of prefill and decode are captured in full CUDA graphs.
-Under ``VLLM_BATCH_INVARIANT=1`` the bits of a token's output depend on its own sequence alone, and
-ALiBi is refused. vLLM refuses at start what the backend does not support: bidirectional multimodal
-prefixes, context parallelism over ranks.
+sliding windows, softcap, ALiBi and sinks, in fp16, bf16 and fp32, over caches of the model's dtype,
+of FP8 with a scale per tensor or KV head, and of vLLM's formats with a scale per token and head. It
+takes pages of any size in all of vLLM's layouts and needs no workspace. Batches of any mixture of
+prefill and decode are captured in full CUDA graphs. Under ``VLLM_BATCH_INVARIANT=1`` the bits of a
+token's output depend on its own sequence alone; ALiBi and the last formats are refused. vLLM
+refuses at start what the backend does not support: bidirectional multimodal prefixes, context
+parallelism over ranks.
 
 ``--attention-backend PREFIX_PREFILL_MLA`` serves models with multi-head latent attention: decoding,
 also where the keys of a sequence are spread over ranks; vLLM computes their prefill.
