@@ -8,7 +8,9 @@ import pytest
 import torch
 from attn_common import detect, fp8_dtype
 from prefix_prefill import paged_attention_reference, paged_attn_func, shared_prefix_attn_func
+from prefix_prefill._paged.call import ORDINARY, Tensors
 from prefix_prefill._paged.reference import coded, unpacked
+from prefix_prefill._paged.tiles import takes_hopper
 
 from .._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from .._numerics import MEDIUM, Problem, check, make_case, run, run_eager, run_oracle
@@ -130,6 +132,33 @@ def test_formats_of_vllm_behind_a_shared_prefix(kind, device):
     longer = {"block_table": table, "seqlens_k": options["seqlens_k"] + 16, "max_seqlen_k": 52}
     want = paged_attention_reference(**{**options, **inputs, **longer})
     assert (got.double() - want).abs().max() < 2e-3 * want.abs().max()
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("stored", "zero_points", "served"),
+    [
+        (torch.int8, False, True),
+        (torch.uint8, False, True),
+        (torch.uint8, True, False),
+        (torch.float8_e4m3fn, False, False),
+    ],
+    ids=str,
+)
+def test_hopper_serves_scales_of_tokens_of_integers(stored, zero_points, served, monkeypatch):
+    """Its kernel knows neither zero points nor FP8 beside such scales."""
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", "nvidia:sm_90")
+    detect.cache_clear()
+    width = 64 if stored == torch.uint8 else 128
+    cache = torch.empty(9, 16, 2, width, dtype=stored, device="meta")
+    scales = torch.empty(9, 16, 2, device="meta")
+    q = torch.empty(64, 4, 128, dtype=torch.bfloat16, device="meta")
+    given = {"k_scale_cache": scales, "v_scale_cache": scales, "out": q}
+    x = Tensors.of(q=q, k_cache=cache, v_cache=cache, **given)
+    try:
+        assert takes_hopper(x, ORDINARY._replace(zero_points=zero_points)) == served
+    finally:
+        detect.cache_clear()
 
 
 @pytest.mark.eager
