@@ -45,6 +45,8 @@ PACKAGES = list(PROJECTS)
 # neither has a build for the CPU alone on the index: that of the versions session is for CUDA
 OLDEST_TORCH, NEWEST_TORCH = "2.11.0", "2.15.0"
 OLDEST_TRITON, NEWEST_TRITON = "3.6.0", "3.9.0"
+# that of ci/constraints.txt, which a merge runs, has another interface of continuous batching
+NEWEST_TRANSFORMERS = "5.24.0"
 # what the interpreter of the oldest Triton takes
 OLDEST_NUMPY = "numpy<2.4"
 # what takes longest to install: once for all environments, which link to its files
@@ -486,11 +488,27 @@ def site(session: nox.Session) -> None:
 
 @nox.session(requires=["build"], default=False)
 def architectures(session: nox.Session) -> None:
-    """Run models of transformers with our attention beside their own; -- NAME for some of them."""
+    """Run models of two transformers with our attention and theirs; -- NAME for some of them."""
     install(session, "flash-attn-triton")
     script = str(TOGETHER / "architectures.py")
     environment = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
     session.run("python", script, *session.posargs, env=environment)
+    session.install("--no-compile", f"transformers=={NEWEST_TRANSFORMERS}")
+    session.run("python", script, *session.posargs, env=environment)
+
+
+@nox.session(requires=["build"], default=False)
+@each(["flash-attn-triton", "prefix-prefill"])
+def transformers(session: nox.Session, package: str) -> None:
+    """Run one package's tests of its integration on the newest transformers that it serves."""
+    install(session, package)
+    session.install("--no-compile", f"transformers=={NEWEST_TRANSFORMERS}")
+    path = ROOT / "packages" / package
+    files = sorted(
+        str(p.relative_to(path)) for p in path.glob("tests/integrations/test_transf*.py")
+    )
+    # what the library warns of by itself is no concern of these tests
+    pytest(session, path, "eager", f"{package}-transformers", *files, "-W", "ignore")
 
 
 @nox.session(requires=["build"], default=False)

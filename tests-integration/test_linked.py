@@ -219,7 +219,7 @@ def test_optional_libraries_are_named_where_they_are_missing(python):
         not_there.format("a kernel of flash-attn-triton", "triton 3.6"),
         not_there.format("a kernel of lightning-attn", "triton 3.6"),
         not_there.format("flash_attn_triton.integrations.transformers", "transformers 5.8"),
-        "prefix_prefill.integrations.transformers needs transformers 5.17 or newer, before 5.18, "
+        "prefix_prefill.integrations.transformers needs transformers 5.17 or newer, before 5.25, "
         "which is not installed: pip install ",
         not_there.format("prefix_prefill.integrations.vllm", "vllm 0.33"),
         not_there.format("BlockSparseLayout.plot", "matplotlib 3.0"),

@@ -114,7 +114,7 @@ def test_masks_without_what_was_attached_still_work(device, make):
 # dynamo instantiates autograd functions, which torch deprecates
 @pytest.mark.parametrize("name", ["", "flash_attn_triton", "my_sdpa", "owner/repo", "paged|x"])
 def test_names_that_transformers_would_take_for_its_own_are_refused(device, name):
-    with pytest.raises(ValueError, match="name must not"):
+    with pytest.raises(ValueError, match=r"name must not .* take .triton_attention."):
         integration.register(name)
 
 

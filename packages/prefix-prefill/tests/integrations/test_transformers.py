@@ -1,4 +1,7 @@
-"""Continuous batching of ``transformers`` on our pages, against ``generate`` of the same model."""
+"""Continuous batching of ``transformers`` on our pages, against ``generate`` of the same model.
+
+Written for 5.17 and for what it became since; ``nox -s transformers`` runs it with the newest.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ import pytest
 import torch
 import transformers
 from prefix_prefill._paged import ops
+from prefix_prefill.integrations import _transformers_flash as flash
 from prefix_prefill.integrations import transformers as integration
 from transformers.generation import ContinuousBatchingConfig
 
 pytestmark = pytest.mark.eager
 
 NAME = integration.register()
+# names of 5.17, which hands on pages
+HAS_PREFIX = NAME.startswith("paged|")
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -95,7 +101,8 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 def batched(model: Any, prompts: list[list[int]], tokens: int, **options: Any) -> list[list[int]]:
-    config = ContinuousBatchingConfig(block_size=4, **options)
+    size = {"block_size" if HAS_PREFIX else "page_size": 4}
+    config = ContinuousBatchingConfig(**size, **options)
     found = model.generate_batch(
         prompts, generation_config=generation(tokens), continuous_batching_config=config
     )
@@ -110,15 +117,19 @@ def calls(monkeypatch):
     attend = integration.paged_attn_func
 
     def paged_attn_func(*args: Any, **options: Any) -> Any:
-        found.add((options["k"] is not None, options["window_size"] != (-1, -1)))
+        found.add((options.get("k") is not None, options["window_size"] != (-1, -1)))
         return attend(*args, **options)
 
-    monkeypatch.setattr(integration, "paged_attn_func", paged_attn_func)
+    for module in (integration, flash):
+        monkeypatch.setattr(module, "paged_attn_func", paged_attn_func)
     return found
 
 
 # an interpreted model takes long: these two have all that the others have, but for sinks
-MODELS = [llama, gemma] if ops.interpreted() else [llama, gemma, mistral, gpt_oss]
+MODELS = [llama, gemma] if ops.interpreted() else [llama, gemma, mistral]
+if HAS_PREFIX and not ops.interpreted():
+    # later it lists its flash implementations, and takes no other
+    MODELS.append(gpt_oss)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -137,43 +148,190 @@ def test_generate_batch_says_what_generate_says(make, device, calls):
         assert answer == out[0, len(prompt) :].tolist()
     windows = {window for _, window in calls}
     assert windows == {llama: {False}, mistral: {True}}.get(make, {False, True})
-    if make is llama:
+    if make is llama and HAS_PREFIX:
         # a step of prompts alone, and steps that read the cache
         assert calls == {(True, False), (False, False)}
 
 
 def test_without_a_cache_it_says_what_to_do(device):
     model = seeded(llama, NAME, device)
-    with pytest.raises(ValueError, match="cache must be that of continuous batching, got None"):
+    with pytest.raises(ValueError, match="must be that of continuous batching, got None"):
         model(torch.tensor([[1, 2, 3]], device=device))
 
 
-@pytest.mark.parametrize(
-    "name", ["prefix_prefill", "paged|", "paged|my_flash", "paged|sdpa", "paged|a/b", "paged|a|b"]
-)
-def test_names_that_mean_something_else_raise(name):
-    with pytest.raises(ValueError, match="name must"):
+WITH_PREFIX = ["prefix_prefill", "paged|", "paged|my_flash", "paged|sdpa", "paged|a/b", "paged|a|b"]
+WITH_FLASH = [
+    "prefix_prefill",
+    "paged|prefix_prefill",
+    "flash_attn_triton",
+    "a/flash2",
+    "sdpa_flash3",
+]
+WITH_FLASH += ["flash_attention_2", "flash|2"]
+
+
+@pytest.mark.parametrize("name", WITH_PREFIX if HAS_PREFIX else WITH_FLASH)
+def test_names_that_mean_something_else_are_answered_with_the_right_one(name):
+    with pytest.raises(ValueError, match="name must") as told:
         integration.register(name)
-    assert integration.register() == NAME == "paged|prefix_prefill"
+    assert repr(integration.register()) in str(told.value)
+    assert integration.register(NAME) == NAME
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "5.18.0"])
+@pytest.mark.skipif(HAS_PREFIX, reason="5.17 hands on pages in every step")
+@pytest.mark.skipif(ops.interpreted(), reason="an interpreted model takes long")
+def test_a_step_that_decodes_reads_pages(device, monkeypatch):
+    """Which the library hands on for GPUs only, unless it is told otherwise."""
+    initialization = "transformers.generation.continuous_batching.initialization"
+    path = f"{initialization}.ensure_decode_fast_path_is_available"
+    monkeypatch.setattr(path, lambda *_: None)
+    found, append = [], flash._append
+    monkeypatch.setattr(flash, "_append", lambda *x: found.append(x) or append(*x))
+    prompts = prompts_of([1, 11, 29, 5])
+    options = {"max_batch_tokens": 64, "num_blocks": 40, "max_blocks_per_request": 16}
+    got = batched(seeded(llama, NAME, device), prompts, 8, **options)
+    plain = seeded(llama, "eager", device)
+    for prompt, answer in zip(prompts, got, strict=True):
+        ids = torch.tensor([prompt], device=device)
+        with torch.no_grad():
+            out = plain.generate(ids, generation_config=generation(8))
+        assert answer == out[0, len(prompt) :].tolist()
+    assert found
+
+
+@pytest.mark.skipif(HAS_PREFIX, reason="5.17 imports nothing for a name of its own")
+def test_another_flash_implementation_does_not_take_its_place(device):
+    """The library keeps the functions of the last one that was asked for."""
+    importing = importlib.import_module("transformers.modeling_flash_attention_utils")
+    integration.register("my_flash_3")
+    seeded(llama, "my_flash_3", device)
+    assert importing.lazy_import_flash_attention(NAME)[0][2] is not None
+    with pytest.raises(ValueError, match="Could not find the currently requested"):
+        importing.lazy_import_flash_attention("flash_of_nobody")
+
+
+def in_step(**options: Any) -> torch.Tensor:
+    """Attend with three sequences, of which the last has no token, as from 5.19 on."""
+    ints = {"dtype": torch.int32}
+    given = {
+        "cu_seq_lens_q": torch.tensor([0, 1, 3, 3], **ints),
+        "cu_seq_lens_k": torch.tensor([0, 5, 9, 9], **ints),
+        "max_length_q": 2,
+        "max_length_k": 5,
+        "read_index": [],
+        "write_index": [],
+    } | options
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(1, heads, n, 8, generator=generator) for heads, n in ((4, 3), (2, 9), (2, 9))
+    )
+    given = {"q": q, "k": k, "v": v} | given
+    q, k, v = (given.pop(name) for name in "qkv")
+    out, weights = flash.attention_forward(SimpleNamespace(layer_idx=0), q, k, v, **given)
+    assert weights is None
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+def test_gathered_keys_are_those_of_their_sequence(window, sinks):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, h, n, 8, generator=generator) for h, n in ((4, 3), (2, 9), (2, 9)))
+    out = in_step(sliding_window=window, sinks=sinks, scaling=0.7)
+    assert out.shape == (1, 3, 4, 8)
+    for row, first, last in ((0, 0, 5), (1, 5, 8), (2, 5, 9)):
+        seen = slice(first if window is None else max(first, last - window), last)
+        keys, values = (x[0, :, seen].repeat_interleave(2, 0).double() for x in (k, v))
+        scores = torch.einsum("hd,hkd->hk", q[0, :, row].double(), keys) * 0.7
+        extra = torch.full((4, 1), -math.inf) if sinks is None else sinks[:, None]
+        weights = torch.cat([scores, extra.double()], 1).softmax(1)[:, :-1]
+        want = torch.einsum("hk,hkd->hd", weights, values)
+        torch.testing.assert_close(out[0, row].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_key_is_written_to_its_page_and_padding_to_none():
+    """Two sequences of 5 and 4 keys, and one of none, whose table has no page."""
+    flat = torch.randn(12 * 4, 2, 8, generator=torch.Generator().manual_seed(2))
+    # pages of keys and of values in turn, as the library has them
+    pages = flat.view(12, 4, 2, 8)
+    k_cache, v_cache = pages[:-1], pages[1:]
+    before = flat.clone()
+    k, v = torch.randn(2, 1, 2, 3, 8, generator=torch.Generator().manual_seed(3)).unbind()
+    step = {
+        "cu_seq_lens_q": torch.tensor([0, 1, 2, 2], dtype=torch.int32),
+        "max_length_q": 1,
+        # what it is in such a step
+        "max_length_k": 1,
+        "block_table": torch.tensor([[4, 8], [2, -1], [-1, -1]], dtype=torch.int32),
+    }
+    out = in_step(k=k, v=v, k_cache=k_cache, v_cache=v_cache, **step)
+    written = {8 * 4: k[0, :, 0], 9 * 4: v[0, :, 0], 2 * 4 + 3: k[0, :, 1], 3 * 4 + 3: v[0, :, 1]}
+    for at, want in written.items():
+        assert torch.equal(flat[at], want)
+    # the first page is a place for what belongs to nobody
+    changed = (flat != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert set(changed) == {*written, 0, 4}
+    at = [*range(16, 20), 32, *range(8, 12)]
+    keys, values = (flat[[i + j for i in at]].transpose(0, 1)[None] for j in (0, 4))
+    q_lens = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    want = in_step(k=keys, v=values, cu_seq_lens_q=q_lens)
+    torch.testing.assert_close(out[0, :2], want[0, :2])
+    assert not out[0, 2:].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_mask", torch.zeros(1, 1, 1, 1)),
+        ("head_mask", torch.ones(4)),
+        ("dropout", 0.1),
+        ("is_causal", False),
+    ],
+)
+def test_what_a_later_step_does_not_know_raises(name, value):
+    def update(**_: Any) -> None:
+        raise AssertionError("the cache was changed")
+
+    with pytest.raises(NotImplementedError, match=name):
+        in_step(cache=SimpleNamespace(update=update), **{name: value})
+    for options, what in (
+        ({"softcap": -1.0}, "softcap must be finite"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be \[heads_q\]"),
+        ({"sliding_window": 0}, "sliding_window must be from 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            in_step(cache=SimpleNamespace(update=update), **options)
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be that of continuous batching"):
+        in_step(cu_seq_lens_q=None)
+
+
+@pytest.mark.parametrize("version", ["5.16.2", "5.25.0"])
 def test_other_versions_are_refused_with_what_to_install(version, monkeypatch):
     # the library puts another module in its own place while it runs
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     monkeypatch.delitem(sys.modules, integration.__name__)
     with pytest.raises(ImportError) as told:
         importlib.import_module(integration.__name__)
-    needed = "needs transformers 5.17 or newer, before 5.18"
-    install = 'pip install "transformers>=5.17,<5.18"'
+    needed = "needs transformers 5.17 or newer, before 5.25"
+    install = 'pip install "transformers>=5.17,<5.25"'
     assert str(told.value) == f"{integration.__name__} {needed}, got {version}: {install}"
 
 
-def test_a_version_without_what_is_imported_is_named(monkeypatch):
+def test_one_version_between_is_refused_as_well(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
-    monkeypatch.setitem(sys.modules, "transformers.utils", None)
     monkeypatch.delitem(sys.modules, integration.__name__)
-    with pytest.raises(ImportError, match=r"before 5\.18, got 5\.18\.0: pip"):
+    with pytest.raises(ImportError, match=r"needs transformers 5\.17, or 5\.19 to 5\.24"):
+        importlib.import_module(integration.__name__)
+
+
+def test_a_version_without_what_is_imported_is_named(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.25.0")
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    monkeypatch.delitem(
+        sys.modules, integration.__name__.replace("transformers", "_transformers_step")
+    )
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(ImportError, match=r"before 5\.25, got 5\.25\.0: pip"):
         importlib.import_module(integration.__name__)
 
 

@@ -77,6 +77,7 @@ from ._masks import (
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
+_NAME = "triton_attention"
 # transformers interprets these substrings of a name
 _RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged", "|", "/")
 
@@ -127,7 +128,7 @@ _IGNORED = frozenset(TransformersKwargs.__annotations__) | {
 }
 
 
-def register(name: str = "triton_attention") -> str:
+def register(name: str = _NAME) -> str:
     """Make the kernels available to every model as ``attn_implementation=name``.
 
     Registering again, or under a second name, does no harm.
@@ -146,7 +147,7 @@ def register(name: str = "triton_attention") -> str:
     taken = next((word for word in _RESERVED if word in name), None)
     if not name or taken is not None:
         what = "be empty" if taken is None else f"contain {taken!r}, which transformers interprets"
-        raise ValueError(f"name must not {what}, got {name!r}")
+        raise ValueError(f"name must not {what}; take {_NAME!r}, got {name!r}")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     return name

@@ -1,18 +1,18 @@
-"""Hugging Face ``transformers``: continuous batching over the pages of its cache.
+"""Hugging Face ``transformers`` 5.17, and 5.19 to 5.24: continuous batching.
 
 Example::
 
     import prefix_prefill.integrations.transformers as paged
     from transformers import AutoModelForCausalLM
 
-    name = paged.register()  # "paged|prefix_prefill"
+    name = paged.register()  # "paged|prefix_prefill", or from 5.19 on "prefix_prefill_flash_2"
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=name)
     answers = model.generate_batch(prompts, generation_config)
 
-The library's cache holds a tensor of keys and one of values for each layer of a group, in blocks.
-At every step it passes to the layers the slots of the new tokens (``write_index``) and the slots of
-all keys, sequence by sequence (``read_index``). Other implementations gather these keys into new
-tensors; these kernels read them in place:
+In 5.17 the library's cache holds a tensor of keys and one of values for each layer of a group, in
+blocks. At every step it passes to the layers the slots of the new tokens (``write_index``) and the
+slots of all keys, sequence by sequence (``read_index``). Other implementations gather these keys
+into new tensors; these kernels read them in place:
 
 =====================  ============================================================================
 layers                 what runs
@@ -25,6 +25,11 @@ sliding windows        ``paged_attn_func`` over slots as pages of one token, bec
 a step of prompts      ``paged_attn_func`` over new keys only
 =====================  ============================================================================
 
+From 5.19 on the library gathers the keys itself, which the kernels then read, sequence by sequence.
+It hands on pages only on GPUs, in steps in which all sequences decode, for models without windows;
+there keys are read in place. A model that lists its flash implementations, as gpt-oss does, takes
+no other: the library warns and loads one of the list.
+
 Tables are made once for all layers of a step. Nothing waits for the device, so a CUDA graph can
 capture a step (``ContinuousBatchingConfig(use_cuda_graph=True)``). ``generate`` has no pages: load
 the model with another ``attn_implementation`` for it.
@@ -32,64 +37,43 @@ the model with another ``attn_implementation`` for it.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import one_of, refuse_others
+from .._linked.host.arguments import one_of
 from .._linked.host.versions import need
-from .._paged.checks import check_extras, check_no_gradients, check_paged
-from .._paged.options import check_options
+from .._paged.checks import check_paged
 from ..api import paged_attn_func, reshape_and_cache
 
-# 5.18 renamed attributes of the cache, 5.19 refuses all implementations but its own
-_SERVED = (5, 17), __name__, (5, 18)
+_SERVED = (5, 17), __name__, (5, 25)
 
 try:
     from transformers import AttentionInterface
-    from transformers.utils import TransformersKwargs
+
+    from ._transformers_step import check_layer, check_options_of, check_step, window_of
 except ImportError:
     need("transformers", *_SERVED)
     raise
 
-need("transformers", *_SERVED)
+_VERSION = need("transformers", *_SERVED)
+if _VERSION == (5, 18):
+    # it has a cache of its own
+    install = 'pip install "transformers>=5.19,<5.25"'
+    raise ImportError(f"{__name__} needs transformers 5.17, or 5.19 to 5.24, got 5.18: {install}")
 
 __all__ = ["attention_forward", "register"]
 
 _PREFIX = "paged|"
+# what the library takes for continuous batching: any name behind a prefix in 5.17, then names of
+# flash attention, and their 2 or 3 tells of tables of pages
+_HAS_PREFIX = _VERSION == (5, 17)
+_NAME = "paged|prefix_prefill" if _HAS_PREFIX else "prefix_prefill_flash_2"
 # substrings of a name that transformers interprets
-_RESERVED = ("flash", "sdpa", "flex_attention", "eager", "|", "/")
-
-# arguments that would change the result
-_UNSUPPORTED = {
-    "attention_mask": "masks are those of the sequences; a mask of another kind has no place here",
-    "output_attentions": "attention weights are never materialised",
-    "position_bias": "additive biases are not supported",
-    "indices": "attention to a list of key indices is not supported",
-    "block_indices": "attention to a list of key blocks is not supported",
-}
-
-# arguments that models pass to their layers and that do not concern attention
-_IGNORED = frozenset(TransformersKwargs.__annotations__) | {
-    "cache_position",
-    "cu_seqlens",
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "layer_idx",
-    "logits_indices",
-    "logits_processor_args",
-    "logits_to_keep",
-    "max_seqlen",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "token_type_ids",
-    "use_cache",
-}
+_RESERVED = ("sdpa", "flex_attention", "eager", "|", "/")
 
 Lengths = Tensor | dict[str, Tensor]
 Bounds = int | dict[str, int]
@@ -117,15 +101,17 @@ class _Step:
 _steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
 
 
-def register(name: str = "paged|prefix_prefill") -> str:
+def register(name: str = _NAME) -> str:
     """Make the kernels available to continuous batching as ``attn_implementation=name``.
 
     Registering again, or under a second name, does no harm.
 
     Args:
-        name: the name to register. It must begin with ``"paged|"``, which ``transformers`` requires
-            for continuous batching; the rest must not contain "flash", "sdpa", "flex_attention",
-            "eager", "|" or "/". Default: ``"paged|prefix_prefill"``.
+        name: the name to register. ``transformers`` 5.17 requires for continuous batching that it
+            begins with ``"paged|"``; the rest must not contain "flash". Later versions require
+            "flash" in it, and a 2 or 3 behind that. None may contain "sdpa", "flex_attention",
+            "eager", another "|" or "/", nor be one of the library's own. Default:
+            ``"paged|prefix_prefill"`` with 5.17, later ``"prefix_prefill_flash_2"``.
 
     Returns:
         The name.
@@ -134,14 +120,23 @@ def register(name: str = "paged|prefix_prefill") -> str:
         ValueError: if ``transformers`` would interpret the name otherwise.
     """
     rest = name.removeprefix(_PREFIX)
-    if rest == name or not rest:
-        raise ValueError(f"name must begin with {_PREFIX!r} and go on behind it, got {name!r}")
-    taken = next((word for word in _RESERVED if word in rest), None)
+    if _HAS_PREFIX and (rest == name or not rest):
+        what = f"begin with {_PREFIX!r} and go on behind it"
+        raise ValueError(f"name must {what}, as {_NAME!r}, got {name!r}")
+    if not _HAS_PREFIX and not re.fullmatch(r".*flash.*[23].*", name):
+        what = f"contain 'flash', and a 2 or 3 behind it, as {_NAME!r}"
+        raise ValueError(f"name must {what}, got {name!r}")
+    reserved = ("flash", *_RESERVED) if _HAS_PREFIX else ("flash_attention_", *_RESERVED)
+    taken = next((word for word in reserved if word in (rest if _HAS_PREFIX else name)), None)
     if taken is not None:
-        raise ValueError(
-            f"name must not contain {taken!r}, which transformers interprets, got {name!r}"
-        )
-    AttentionInterface.register(name, attention_forward)
+        what = f"contain {taken!r}, which transformers interprets"
+        raise ValueError(f"name must not {what}; take {_NAME!r}, got {name!r}")
+    if _HAS_PREFIX:
+        AttentionInterface.register(name, attention_forward)
+    else:
+        from ._transformers_flash import register as register_flash
+
+        register_flash(name)
     return name
 
 
@@ -206,25 +201,16 @@ def attention_forward(
     """
     given = attention_mask, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index
     others = {"attention_mask": attention_mask, **kwargs}
-    refuse_others(others, _UNSUPPORTED, _IGNORED, "paged attention", "paged|eager")
-    if cache is None or None in (max_seqlen_q, max_seqlen_k) or any(x is None for x in given[1:]):
-        raise ValueError(
-            "cache must be that of continuous batching, got None: generate_batch gives it; for "
-            'generate or training load the model with another attn_implementation, as "sdpa"'
-        )
+    has_step = None not in (cache, max_seqlen_q, max_seqlen_k)
+    check_step(others, "cache", has_step and all(x is not None for x in given[1:]))
     if block_table is not None:
         raise NotImplementedError("block_table must be None: read_index says what it does")
-    if dropout:
-        raise NotImplementedError(
-            f"dropout must be 0.0 over a paged cache, got {dropout}; call model.eval()"
-        )
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise NotImplementedError("is_causal must be True over a paged cache, got False")
+    check_layer(module, dropout, is_causal)
     sink = one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     layer: int = module.layer_idx  # type: ignore[assignment]
     group, place = cache.layer_index_to_group_indices[layer]
     ring = cache.sliding_windows[layer]
-    window = _window(ring, sliding_window)
+    window = window_of(ring, sliding_window)
     pages = _pages_of_step(
         cache, layer, group, ring, cu_seq_lens_k, max_seqlen_k, read_index, write_index
     )
@@ -238,9 +224,7 @@ def attention_forward(
     if not has_new:
         # what attention would refuse is refused before the cache changes
         check_paged(q, k_cache, v_cache, None, None)
-        check_options(q, scaling, True, window, softcap or 0.0, 0, False)
-        check_extras(q, 0, heads, None, sink, None, None, None)
-        check_no_gradients(q=q, sinks=sink)
+        check_options_of(q, heads, scaling, window, softcap, sink)
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
     out = paged_attn_func(
         q,
@@ -261,16 +245,6 @@ def attention_forward(
     if has_new:
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
     return out[None], None
-
-
-def _window(ring: int, sliding_window: int | None) -> tuple[int, int]:
-    """Return the window of a layer; the cache keeps ``ring`` slots, or with 1 all of them."""
-    if sliding_window is None:
-        return (-1, -1) if ring == 1 else (ring - 1, 0)
-    if sliding_window < 1 or (ring != 1 and sliding_window > ring):
-        most = "" if ring == 1 else f" to the {ring} that the cache keeps"
-        raise ValueError(f"sliding_window must be from 1{most}, got {sliding_window}")
-    return sliding_window - 1, 0
 
 
 def _pages_of_step(
