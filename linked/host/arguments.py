@@ -162,6 +162,37 @@ def check_floats(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x)
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+        check_device(name, x, q)
+
+
+def check_width(q: Tensor, **others: Tensor) -> None:
+    """Check that tensors of a reference are float64 where the queries are, and only there."""
+    for name, x in others.items():
+        if (x.dtype == torch.float64) != (q.dtype == torch.float64):
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+
+def check_readable(**tensors: Tensor | None) -> None:
+    """Check that tensors have values, which those on meta have not."""
+    for name, x in tensors.items():
+        if x is not None and x.is_meta:
+            raise ValueError(f"{name} must be on a CPU or a GPU, to be read, got {x.device}")
+
+
+def check_given(name: str, x: Any, q: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Check an optional tensor of a reference: any floats, of one of some shapes.
+
+    Any tensor of one element has the shape ``()``.
+    """
+    if x is None:
+        return
+    check_tensor(name, x)
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    check_device(name, x, q)
+    if tuple(x.shape) not in shapes and not (() in shapes and x.numel() == 1):
+        wanted = " or ".join(str(list(shape)) if shape else "of one element" for shape in shapes)
+        raise ValueError(f"{name} must be {wanted}, got {list(x.shape)}")
 
 
 def warn_once(about: str, message: str) -> None:

@@ -38,6 +38,11 @@ CALLS = {
         "max_seqlen": 9,
     },
 }
+CALLS |= {
+    "blocksparse_attention_reference": CALLS["blocksparse_attn_func"],
+    "blocksparse_varlen_attention_reference": CALLS["blocksparse_attn_varlen_func"],
+    "validate_varlen": {"q": X3, "k": X3, **OFFSETS, "max_seqlen_q": 5, "max_seqlen_k": 5},
+}
 ARGUMENTS = [(name, x) for name in CALLS for x in arguments_of(getattr(package, name))]
 
 

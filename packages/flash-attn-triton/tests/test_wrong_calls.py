@@ -22,9 +22,26 @@ CALLS = {
     "flash_attn_varlen_kvpacked_func": {"q": X3, "kv": torch.randn(9, 2, 2, 16), **PACKED},
     "flash_attn_tree_func": {"q": X3, "k": X3, "v": X3, **TREE},
 }
+REFERENCES = {
+    "attention_reference": {**CALLS["flash_attn_func"], "dropout_p": 0.1},
+    "varlen_attention_reference": {**CALLS["flash_attn_varlen_func"], "sinks": torch.zeros(2)},
+    "tree_attention_reference": CALLS["flash_attn_tree_func"],
+    "validate_varlen": {"q": X3, "k": X3, **PACKED},
+    "validate_tree": {"q": X3, **TREE},
+    "unpad_input": {"hidden_states": X4, "attention_mask": torch.ones(2, 4, dtype=torch.int32)},
+    "pad_input": {"hidden_states": X3, "indices": torch.arange(9), "batch": 1, "seqlen": 9},
+}
+CALLS |= REFERENCES
 ARGUMENTS = [(name, x) for name in CALLS for x in arguments_of(getattr(package, name))]
 
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_a_wrong_argument(name, argument):
     check_wrong_calls(getattr(package, name), CALLS[name], argument)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "learnable_sink"])
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_sinks_have_the_name_that_they_were_given_by(function, name):
+    with pytest.raises(ValueError, match=rf"^{name} must be \[heads_q\]"):
+        getattr(package, function)(**{**CALLS[function], "sinks": None, name: torch.zeros(3)})

@@ -44,6 +44,16 @@ CALLS = {
         "slot_idx": SLOTS,
     },
 }
+CALLS |= {
+    "lightning_attention_reference": CALLS["lightning_attn_func"],
+    "lightning_attention_varlen_reference": CALLS["lightning_attn_varlen_func"],
+    "lightning_attention_decode_reference": {
+        name: x for name, x in CALLS["lightning_attn_decode"].items() if name != "out"
+    },
+    "validate_varlen": {"q": X3, "cu_seqlens": STARTS},
+    "validate_decay": {"decay": DECAY},
+    "validate_slots": {"slots": SLOTS, "state_cache": STATES},
+}
 ARGUMENTS = [(name, x) for name in CALLS for x in arguments_of(getattr(package, name))]
 
 

@@ -46,6 +46,12 @@ CALLS = {
     "mla_attn_func": {"q": X, "kv_cache": torch.randn(3, 16, 16), **PAGED, "head_dim_v": 16},
     "context_attention_fwd": {"q": X, "k": X, "v": X, "o": torch.zeros_like(X), **VLLM},
 }
+CALLS |= {
+    "paged_attention_reference": CALLS["paged_attn_func"] | {"sinks": torch.zeros(2)},
+    "mla_attention_reference": CALLS["mla_attn_func"],
+    "validate_paged": {"q": X, **CACHES, **PAGED},
+    "validate_slot_mapping": {"slot_mapping": torch.arange(9), **CACHES},
+}
 ARGUMENTS = [(name, x) for name in CALLS for x in arguments_of(getattr(package, name))]
 
 

@@ -159,7 +159,8 @@ def flash_attn_func(
     if known is None:
         checks.check_qkv(q, k, v, 4)
         options = dense_options.check_options(q, given)
-        known = _check(x, options, given, q.shape[0], q.shape[1], k.shape[1], form)
+        sizes = q.shape[0], q.shape[1], k.shape[1]
+        known = _check(x, options, given, *sizes, form, s_aux, learnable_sink)
     x = _completed(x, known.options)
     out, lse = ops.attention(x, q.shape[1], k.shape[1], known)
     if return_attn_probs:
@@ -293,7 +294,8 @@ def flash_attn_varlen_func(
         options = dense_options.check_options(q, given)
         batch = checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     if known is None:
-        known = _check(x, options, given, batch, max_seqlen_q, max_seqlen_k, form)
+        sizes = batch, max_seqlen_q, max_seqlen_k
+        known = _check(x, options, given, *sizes, form, s_aux, learnable_sink)
     x = _completed(x, known.options)
     out, lse = ops.attention(x, max_seqlen_q, max_seqlen_k, known)
     if return_attn_probs:
@@ -309,13 +311,21 @@ def _check(
     seqlen_q: int,
     seqlen_k: int,
     form: Hashable | None,
+    s_aux: Tensor | None,
+    learnable_sink: Tensor | None,
 ) -> Checked:
     """Run the checks that fixed and packed calls share, and keep their result by signature."""
-    if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
-        checks.check_extras(x, batch, seqlen_q, seqlen_k)
-    if x.spans is not None:
-        checks.check_spans(x.spans, x, given, options)
-    out_dtype = checks.check_low_precision(x, batch, given.out_dtype)
+    try:
+        if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
+            checks.check_extras(x, batch, seqlen_q, seqlen_k)
+        if x.spans is not None:
+            checks.check_spans(x.spans, x, given, options)
+        out_dtype = checks.check_low_precision(x, batch, given.out_dtype)
+    except arguments.ERRORS as error:
+        if s_aux is None and learnable_sink is None:
+            raise
+        name = "learnable_sink" if s_aux is None else "s_aux"
+        raise arguments.renamed(error, {"sinks": name}) from error
     deterministic, invariant = bool(given.deterministic), bool(given.invariant)
     if invariant:
         checks.check_invariant(x, options, out_dtype)

@@ -23,6 +23,7 @@ from .._linked.host.arguments import (
     check_offset_values,
     check_scale,
     check_tensor,
+    check_width,
     is_int,
     is_symbol,
     kind,
@@ -96,8 +97,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
     """Check q, k and v of the reference: any float dtype, any head dimension."""
     check_floats(q, k, v)
+    check_width(q, k=k, v=v)
     _check_forms(q, k, v, ndim, paged)
     _check_heads(q, k)
+
+
+def check_dimensions(q: Tensor, k: Tensor, paged: bool) -> None:
+    """Check how many dimensions packed queries and keys have."""
+    form_q, form_k = _FORMS[3]
+    forms = ("q", q, 3, form_q), ("k", k, 3 + paged, _PAGED_FORM if paged else form_k)
+    for name, x, ndim, form in forms:
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
 
 
 def check_values(x: Tensors, bounds: Bounds) -> None:

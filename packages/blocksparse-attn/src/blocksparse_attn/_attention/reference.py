@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import as_length
+from .._linked.host.arguments import as_int32, as_length, check_cu_seqlens, check_readable
 from .._linked.host.results import returns_lse
 from ..layout import BlockSparseLayout
 from .call import Bounds, Options, Tensors
 from .checks import (
+    check_block_table,
     check_cover,
     check_is_layout,
     check_layout,
@@ -87,7 +88,13 @@ def blocksparse_varlen_attention_reference(
     check_is_layout(layout)
     causal = layout._causal_of(causal)
     options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-    check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
+    cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
+    batch = check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
+    check_readable(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if block_table is not None:
+        check_block_table(q.detach(), k.detach(), v.detach(), batch, block_table)
+        check_readable(block_table=block_table)
+    check_layout(layout, q, k, batch)
     bounds = Bounds(
         as_length("max_seqlen_q", max_seqlen_q), as_length("max_seqlen_k", max_seqlen_k)
     )

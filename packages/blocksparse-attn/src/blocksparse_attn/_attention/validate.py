@@ -40,12 +40,15 @@ def validate_varlen(
     """
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)
+    checks.check_dimensions(q, k, block_table is not None)
     cu_seqlens_q, cu_seqlens_k = map(arguments.as_int32, (cu_seqlens_q, cu_seqlens_k))
     batch = arguments.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
+    arguments.check_readable(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     max_seqlen_q = arguments.as_length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = arguments.as_length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         checks.check_block_table(q.detach(), k.detach(), k.detach(), batch, block_table)
+        arguments.check_readable(block_table=block_table)
         checks.check_pages(k, max_seqlen_k, block_table)
     x = Tensors(q, k, k, cu_seqlens_q, cu_seqlens_k, block_table)
     checks.check_values(x, Bounds(max_seqlen_q, max_seqlen_k))

@@ -15,6 +15,7 @@ from .._linked.host.arguments import (
     check_count,
     check_flag,
     check_groups,
+    check_readable,
     check_tensor,
     is_int,
     shown,
@@ -166,6 +167,7 @@ def check_csr_values(crow: Tensor, col: Tensor, cols: int) -> None:
 
 def validate_csr(crow: Tensor, col: Tensor, cols: int, least: int = 0) -> None:
     """Check the values of ``crow`` and ``col`` on the host; the error names the first wrong one."""
+    check_readable(crow=crow, col=col)
     crow, col = crow.cpu().long(), col.cpu().long()
     for place in itertools.product(*map(range, crow.shape[:-1])):
         _validate_head(", ".join(map(str, place)), crow[place], col[place], cols, least)

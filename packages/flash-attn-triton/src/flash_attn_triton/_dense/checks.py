@@ -13,6 +13,7 @@ from .._linked.host.arguments import (
     check_cu_seqlens,
     check_device,
     check_fp8_hardware,
+    check_given,
     check_groups,
     check_kinds,
     check_no_gradient,
@@ -20,6 +21,7 @@ from .._linked.host.arguments import (
     check_offsets,
     check_out_scale,
     check_tensor,
+    check_width,
     is_symbol,
     kind,
     shown,
@@ -121,17 +123,7 @@ def check_extras(x: Tensors, batch: int, seqlen_q: int, seqlen_k: int) -> None:
         if bias.dtype in FP8_DTYPES:
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
         check_device("bias", bias, q)
-        whole = (batch, heads_q, seqlen_q, seqlen_k)
-        # no ``in``: under torch.compile a number is not found in a tuple of symbols, and the
-        # operators compare what a symbol of max_seqlen says
-        if bias.ndim > 4 or any(
-            not is_symbol(full) and size != 1 and size != full
-            for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
-        ):
-            raise ValueError(
-                f"bias must broadcast to [batch, heads_q, seqlen_q, seqlen_k], {list(whole)}, "
-                f"got {list(bias.shape)}"
-            )
+        _check_broadcast(bias, (batch, heads_q, seqlen_q, seqlen_k))
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes)
         if alibi_slopes.dtype != torch.float32:
@@ -283,13 +275,45 @@ def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, **others: Tensor
         check_tensor(name, x)
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+        check_device(name, x, q)
         if x.ndim != ndim:
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"head_dim of k must be that of q, {q.shape[-1]}, got {k.shape[-1]}")
     if q.shape[-1] == 0:
         raise ValueError("head_dim must be at least 1, got 0")
+    check_width(q, k=k, v=v)
     _check_heads(q, k, v)
+
+
+def check_given_tensors(
+    x: Tensors, batch: int, seqlen_q: int, seqlen_k: int, out_dtype: torch.dtype | None
+) -> None:
+    """Check the tensors besides q, k and v of the reference: of any float dtypes."""
+    heads_q, heads_k = x.q.shape[-2], x.k.shape[-2]
+    check_given("sinks", x.sinks, x.q, (heads_q,))
+    check_given("alibi_slopes", x.alibi_slopes, x.q, (heads_q,), (batch, heads_q))
+    for name in ("q_descale", "k_descale", "v_descale"):
+        check_given(name, getattr(x, name), x.q, (), (batch, heads_k))
+    check_given("out_scale", x.out_scale, x.q, ())
+    if x.bias is not None:
+        check_given("bias", x.bias, x.q, tuple(x.bias.shape))
+        _check_broadcast(x.bias, (batch, heads_q, seqlen_q, seqlen_k))
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {kind(out_dtype)}")
+
+
+def _check_broadcast(bias: Tensor, whole: tuple[int, int, int, int]) -> None:
+    # no ``in``: under torch.compile a number is not found in a tuple of symbols, and the operators
+    # compare what a symbol of max_seqlen says
+    if bias.ndim > 4 or any(
+        not is_symbol(full) and size != 1 and size != full
+        for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
+    ):
+        raise ValueError(
+            f"bias must broadcast to [batch, heads_q, seqlen_q, seqlen_k], {list(whole)}, "
+            f"got {list(bias.shape)}"
+        )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from .._dense.call import Arguments, Tensors
-from .._dense.checks import check_reference, check_spans, check_values
+from .._dense.checks import (
+    check_given_tensors,
+    check_packed,
+    check_reference,
+    check_spans,
+    check_values,
+)
 from .._dense.options import check_options, refuse_unknown
 from .._dense.results import BEFORE, returns_parts
-from .._linked.host.arguments import as_length
+from .._linked.host.arguments import as_int32, as_length, check_readable
 from .fixed import dense_attention, round_output
 from .sequences import dropout_marked_probabilities, packed_attention
 
@@ -147,10 +153,18 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
     """Check, resolve defaults, compute attention, and return what was asked for."""
     q, k, v, *_ = x
-    is_fixed = x.cu_seqlens_q is None or x.cu_seqlens_k is None
+    is_fixed = max_seqlen_q is None
     others = {name: t for name, t in x._asdict().items() if name not in ("q", "k", "v")}
-    check_reference(q, k, v, 4 if x.cu_seqlens_q is None else 3, **others)
+    check_reference(q, k, v, 4 if is_fixed else 3, **others)
     options = check_options(q, given)
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if not is_fixed:
+        starts_q, starts_k, used = map(as_int32, (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_k))
+        batch = check_packed(q, starts_q, starts_k, used)
+        check_readable(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_k=used)
+        x = x._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_k=used)
+        seqlen_q, seqlen_k = max_seqlen_q or 0, max_seqlen_k or 0
+    check_given_tensors(x, batch, seqlen_q, seqlen_k, given.out_dtype)
     if x.spans is not None:
         check_spans(x.spans, x, given, options)
     if max_seqlen_q is not None and max_seqlen_k is not None:

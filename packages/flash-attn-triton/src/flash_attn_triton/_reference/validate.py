@@ -3,7 +3,13 @@
 from torch import Tensor
 
 from .._dense import checks
-from .._linked.host.arguments import as_int32, as_length, check_offset_values, check_tensor
+from .._linked.host.arguments import (
+    as_int32,
+    as_length,
+    check_offset_values,
+    check_readable,
+    check_tensor,
+)
 
 
 def validate_varlen(
@@ -43,6 +49,7 @@ def validate_varlen(
         if x.ndim != 3:
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
     checks.check_packed(q, *map(as_int32, (cu_seqlens_q, cu_seqlens_k, seqused_k)))
+    check_readable(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
 

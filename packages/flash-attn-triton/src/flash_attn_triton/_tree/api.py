@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .._linked.host.arguments import as_int32, check_flag, check_scale, check_softcap, check_tensor
+from .._linked.host.arguments import (
+    as_int32,
+    check_flag,
+    check_readable,
+    check_scale,
+    check_softcap,
+    check_tensor,
+)
 from .._linked.host.results import returns_lse
 from . import checks, ops
 from .call import TreeCall
@@ -120,5 +127,8 @@ def validate_tree(
         raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
     cu_seqlens, parents = as_int32(cu_seqlens), as_int32(parents)
     max_seqlen = checks.check_tree(q, cu_seqlens, parents, max_seqlen)
+    check_readable(cu_seqlens=cu_seqlens)
+    if isinstance(parents, Tensor):
+        check_readable(parents=parents)
     values = parents.tolist() if isinstance(parents, Tensor) else parents
     checks.check_tree_values(cu_seqlens.tolist(), values, q.shape[0], max_seqlen)

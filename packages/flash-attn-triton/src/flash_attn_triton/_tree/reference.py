@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._linked.host.arguments import check_readable
 from .._linked.host.results import returns_lse
 from .._reference.reference import varlen_attention_reference
 from .checks import check_tree, check_tree_reference, check_tree_values
@@ -50,6 +51,9 @@ def tree_attention_reference(
     """
     check_tree_reference(q, k, v, sinks)
     max_seqlen = check_tree(q, cu_seqlens, parents, max_seqlen)
+    check_readable(cu_seqlens=cu_seqlens)
+    if isinstance(parents, Tensor):
+        check_readable(parents=parents)
     starts = cu_seqlens.tolist()
     tree = parents.tolist() if isinstance(parents, Tensor) else list(parents)
     check_tree_values(starts, tree, q.shape[0], max_seqlen)

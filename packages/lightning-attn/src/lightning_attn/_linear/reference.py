@@ -8,11 +8,11 @@ is rounded to the output's dtype.
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import check_no_gradient
+from .._linked.host.arguments import check_flag, check_given, check_no_gradient, check_tensor
 from .._linked.host.internals import is_watched
 from .._linked.host.operators import check_written
 from .call import CachedTensors, StepTensors
-from .checks import check_reference
+from .checks import check_has_initial_state, check_reference, check_scale_of
 from .results import returns_state
 from .validate import validate_decay, validate_slots, validate_varlen
 
@@ -48,11 +48,15 @@ def lightning_attention_reference(
         ValueError: if the shape of ``q``, ``k`` or ``v`` is wrong.
     """
     check_reference(q, k, v, 4)
+    batch, seqlen, heads, d = q.shape
+    check_tensor("decay", decay)
+    check_given("decay", decay, q, (heads,), (heads, 1, 1), (1, heads, 1, 1))
+    check_given("initial_state", initial_state, q, (batch, heads, d, v.shape[-1]))
     if decay.is_cpu and not is_watched():
         validate_decay(decay)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = check_scale_of(q, scale)
+    check_flag("output_final_state", output_final_state)
     dtype = compute_dtype(q)
-    batch, seqlen, heads, d = q.shape
     state = q.new_zeros((batch, heads, d, v.shape[-1]), dtype=dtype)
     if initial_state is not None:
         state = initial_state.to(dtype)
@@ -92,10 +96,25 @@ def lightning_attention_varlen_reference(
     indices and flags are read on the host.
     """
     check_reference(q, k, v, 3)
+    check_scale_of(q, scale)
+    check_flag("output_final_state", output_final_state)
     validate_varlen(q, cu_seqlens)
+    if has_initial_state is not None:
+        check_has_initial_state(has_initial_state, len(cu_seqlens) - 1, q)
+    of_a_state = q.shape[1], q.shape[2], v.shape[-1]
+    check_tensor("decay", decay)
+    check_given("decay", decay, q, q.shape[1:2], (q.shape[1], 1, 1), (1, q.shape[1], 1, 1))
+    check_given("initial_state", initial_state, q, (len(cu_seqlens) - 1, *of_a_state))
     if state_cache is not None:
         if state_indices is not None:
             validate_slots(state_indices, state_cache, "state_indices")
+            if state_indices.shape != (len(cu_seqlens) - 1,):
+                raise ValueError(
+                    f"state_indices must be [batch], [{len(cu_seqlens) - 1}], "
+                    f"got {list(state_indices.shape)}"
+                )
+        check_tensor("state_cache", state_cache)
+        check_given("state_cache", state_cache, q, (*state_cache.shape[:1], *of_a_state))
         given = decay, cu_seqlens, state_cache, state_indices, has_initial_state
         check_written(CachedTensors(q, k, v, *given))
         check_no_gradient("state_cache", state_cache)
@@ -163,12 +182,18 @@ def lightning_attention_decode_reference(
     are read on the host.
     """
     check_reference(q, k, v, 4)
+    check_scale_of(q, scale)
+    of_a_state = *q.shape[2:], v.shape[-1]
+    check_tensor("decay", decay)
+    check_given("decay", decay, q, q.shape[2:3], (q.shape[2], 1, 1), (1, q.shape[2], 1, 1))
+    validate_slots(slot_idx, state_cache, "slot_idx")
+    check_given("state_cache", state_cache, q, (state_cache.shape[0], *of_a_state))
+    check_given("states_out", states_out, q, (*q.shape[:2], *of_a_state))
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     check_written(StepTensors(out, q, k, v, state_cache, decay, slot_idx, states_out))
     for name, x in (("state_cache", state_cache), ("states_out", states_out)):
         if x is not None:
             check_no_gradient(name, x)
-    validate_slots(slot_idx, state_cache, "slot_idx")
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue

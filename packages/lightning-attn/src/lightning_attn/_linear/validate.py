@@ -7,7 +7,7 @@ tensor to the host, so it waits for the device, and a CUDA graph cannot capture 
 import torch
 from torch import Tensor
 
-from .._linked.host.arguments import as_int32, check_tensor, warn_once
+from .._linked.host.arguments import as_int32, check_readable, check_tensor, kind, warn_once
 from . import checks
 
 
@@ -24,6 +24,7 @@ def validate_decay(decay: Tensor) -> None:
     check_tensor("decay", decay)
     if not decay.dtype.is_floating_point:
         raise TypeError(f"decay must be of a float dtype, got {decay.dtype}")
+    check_readable(decay=decay)
     rates = decay.reshape(-1).tolist()
     for i, rate in enumerate(rates):
         # written so that NaN fails
@@ -53,6 +54,7 @@ def validate_varlen(q: Tensor, cu_seqlens: Tensor) -> None:
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads, d], got {list(q.shape)}")
     checks.check_packed(q, as_int32(cu_seqlens))
+    check_readable(cu_seqlens=cu_seqlens)
     last = 0
     for i, offset in enumerate(cu_seqlens.tolist()):
         if not 0 <= offset <= q.shape[0]:
@@ -78,6 +80,8 @@ def validate_slots(slots: Tensor, state_cache: Tensor, name: str = "slots") -> N
         TypeError: if an argument is no tensor.
         ValueError: for the first wrong value, with its index.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {kind(name)}")
     check_tensor(name, slots)
     if slots.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be torch.int32 or torch.int64, got {slots.dtype}")
@@ -86,6 +90,7 @@ def validate_slots(slots: Tensor, state_cache: Tensor, name: str = "slots") -> N
     check_tensor("state_cache", state_cache)
     if state_cache.ndim != 4:
         raise ValueError(f"state_cache must be [slots, heads, d, e], got {list(state_cache.shape)}")
+    check_readable(**{name: slots})
     seen: dict[int, int] = {}
     for i, slot in enumerate(slots.tolist()):
         if slot < 0:

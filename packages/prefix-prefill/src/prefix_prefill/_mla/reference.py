@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from .._cache.layout import gather_pages
-from .._linked.host.arguments import as_int32, as_length, check_no_gradient, check_tensor
+from .._linked.host.arguments import (
+    as_int32,
+    as_length,
+    check_given,
+    check_no_gradient,
+    check_readable,
+    check_tensor,
+)
 from .._linked.host.overlap import check_no_overlap
 from .._linked.host.results import returns_lse
 from .._paged.checks import check_table
 from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
+from .._paged.tensor_checks import check_device
 from .call import MlaOptions, MlaTensors
 from .checks import check_mla_options, check_mla_values, check_shapes, stored
 
@@ -60,10 +68,15 @@ def mla_attention_reference(
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+        check_device(name, x, "q", q)
     as_length("max_seqlen_q", max_seqlen_q)
     as_length("max_seqlen_k", max_seqlen_k)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    check_readable(block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k)
+    check_given("q_descale", q_descale, q, ())
+    check_given("kv_descale", kv_descale, q, ())
+    check_given("out", out, q, (*q.shape[:2], head_dim_v))
     options = check_mla_options(q, softmax_scale, causal, num_splits, return_lse)
     target = q.new_empty((*q.shape[:2], head_dim_v), dtype=out_dtype_of(q, out, None))
     given = kv_cache, block_table, cu_seqlens_q, seqlens_k, q_descale, kv_descale

@@ -364,6 +364,8 @@ def check_reference(
         if x is None and name in ("k", "v"):
             continue
         check_tensor(name, x)
+        if x is not None:
+            check_device(name, x, "q", q)
         if x is not None and not x.dtype.is_floating_point and not (kv_dtype and "cache" in name):
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
     if q.ndim != 3:

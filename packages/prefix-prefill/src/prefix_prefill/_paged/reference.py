@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from .._cache.checks import check_kv_dtype, stored_view
-from .._cache.layout import gather_pages, head_dim_of_values, is_packed
+from .._cache.layout import cache_sizes, gather_pages, head_dim_of_values, is_packed
 from .._cache.scales import check_scale_caches
-from .._linked.host.arguments import MAX_WINDOW, as_length, check_no_gradient
+from .._linked.host.arguments import (
+    MAX_WINDOW,
+    as_int32,
+    as_length,
+    check_given,
+    check_no_gradient,
+    check_readable,
+)
 from .._linked.host.overlap import check_no_overlap
 from .._linked.host.results import returns_lse
 from .call import Call, Options, Tensors
-from .checks import check_reference, check_tree
+from .checks import check_reference, check_table, check_tree
 from .options import check_options
 from .values import check_values
 
@@ -77,6 +84,20 @@ def paged_attention_reference(
     check_scale_caches(k_cache, *scales, k_descale, v_descale, is_reference=True)
     options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
     options = options._replace(zero_points=kv_dtype == "int4_per_token_head")
+    cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
+    batch = check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    check_readable(block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k)
+    tokens, heads, _ = q.shape
+    heads_k, width = cache_sizes(k_cache).heads_k, head_dim_of_values(k_cache, v_cache)
+    check_given("k", k, q, (tokens, heads_k, q.shape[2]))
+    check_given("v", v, q, (tokens, heads_k, width))
+    check_given("alibi_slopes", alibi_slopes, q, (heads,), (batch, heads))
+    check_given("sinks", sinks, q, (heads,))
+    scales_of_heads = ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)
+    for name, scale in scales_of_heads:
+        check_given(name, scale, q, (), (heads_k,), (batch, heads_k))
+    check_given("out", out, q, (tokens, heads, width))
+    check_given("out_scale", out_scale, q, ())
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     as_length("max_seqlen_k", max_seqlen_k)
     if tree_mask is not None:

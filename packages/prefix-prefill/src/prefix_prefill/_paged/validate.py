@@ -4,7 +4,13 @@ from torch import Tensor
 
 from .._cache import checks as cache_checks
 from .._cache.layout import cache_sizes
-from .._linked.host.arguments import as_int32, as_length, check_offset_values, check_window
+from .._linked.host.arguments import (
+    as_int32,
+    as_length,
+    check_offset_values,
+    check_readable,
+    check_window,
+)
 from . import checks as paged_checks
 from . import tensor_checks, values
 
@@ -52,6 +58,8 @@ def validate_paged(
     paged_checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    tensors = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k}
+    check_readable(**tensors)
     max_seqlen_q = as_length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = as_length("max_seqlen_k", max_seqlen_k)
     left, _ = check_window(window_size)
@@ -87,4 +95,5 @@ def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
     """
     cache_checks.check_caches(k_cache, v_cache)
     tensor_checks.check_indices("slot_mapping", slot_mapping, "k_cache", k_cache, 1)
+    check_readable(slot_mapping=slot_mapping)
     values.check_slots(k_cache, slot_mapping)
