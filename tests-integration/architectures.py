@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import flash_attn_triton.integrations.transformers as attention
 import torch
 import transformers
+from flash_attn_triton import trees
 from transformers.models.auto import modeling_auto
 
 CAUSAL = """
@@ -39,6 +40,8 @@ REFUSED = """
     big_bird bloom gpt_neox_japanese ibert led longformer longt5 megatron-bert mpnet mpt mvp
     nllb-moe rembert roformer squeezebert switch_transformers trocr xglm
 """
+# their positions are counted from their tokens, or their layers do not see all tokens
+TREELESS = {"bart", "blenderbot", "doge", "llama4_text", "marian", "mbart", "pegasus"}
 KINDS = {
     "causal": (CAUSAL, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "sequences": (SEQUENCES, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
@@ -81,12 +84,12 @@ class EagerRefusesError(Exception):
     """What is asked of a model, it cannot do with its own attention either."""
 
 
-def build(name: str, kind: str, implementation: str) -> torch.nn.Module:
+def build(name: str, kind: str, implementation: str, **sizes: int) -> torch.nn.Module:
     """Make a model whose scores are of order one, the same for every implementation."""
     config_class = transformers.CONFIG_MAPPING[name]
     # caches have a window wherever a configuration does, known or not
     unknown = set() if hasattr(config_class, "sliding_window") else {"sliding_window"}
-    config = config_class(**{key: x for key, x in SIZES.items() if key not in unknown})
+    config = config_class(**{key: x for key, x in (SIZES | sizes).items() if key not in unknown})
     model_class = getattr(transformers, KINDS[kind][1][name])
     model = model_class._from_config(config, attn_implementation=implementation).eval()
     generator = torch.Generator().manual_seed(0)
@@ -145,8 +148,16 @@ def gradients(name: str, kind: str) -> None:
         # the sum of many logits' losses would hide a token's among the others'
         weights = torch.linspace(-1.0, 1.0, logits.numel()).view_as(logits)
         (logits.float().log_softmax(-1) * weights).sum().backward()
-        found.append({x: p.grad for x, p in model.named_parameters() if p.grad is not None})
-    want, got = found
+        found.append(gradients_of(model))
+    near_all(*found)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {x: p.grad for x, p in model.named_parameters() if p.grad is not None}
+
+
+def near_all(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    """Compare gradients."""
     assert got.keys() == want.keys(), f"gradients of {sorted(got.keys() ^ want.keys())}"
     # where one is zero in exact arithmetic, as of a bias of all keys, rounding is all there is
     largest = max(float(x.abs().max()) for x in want.values())
@@ -154,6 +165,33 @@ def gradients(name: str, kind: str) -> None:
         error = float((got[parameter] - x).abs().max())
         budget = 2e-4 * float(x.abs().max()) + 2e-6 * largest
         assert error <= budget, f"{parameter}: {error:.1e} off where {budget:.1e} is allowed"
+
+
+def tree(name: str, kind: str) -> None:
+    """Compare a tree of rows with each row alone: log-probabilities and gradients, in fp32."""
+    prompt = [5, 6, 7, 8, 9]
+    rows = [prompt + x for x in ([10, 11, 12], [10, 13], [], [10, 11, 12, 4])] + [[20, 21, 22]]
+    labels = [torch.tensor([*row[1:], trees.IGNORED]) for row in rows]
+    # no window is narrower than a row
+    models = [build(name, kind, x, sliding_window=64) for x in ("eager", attention.register())]
+    alone = []
+    for row, following in zip(rows, labels, strict=True):
+        logits = models[0](input_ids=torch.tensor([row]), use_cache=False).logits
+        alone.append(trees.log_probs(logits, trees.pack([row]), following))
+    batch = trees.pack(rows)
+    try:
+        logits = models[1](**attention.tree_inputs(batch)).logits
+    except (NotImplementedError, RuntimeError):
+        if name in TREELESS:
+            return
+        raise
+    assert name not in TREELESS, "a tree is served"
+    want, got = torch.cat(alone), trees.log_probs(logits, batch, torch.cat(labels))
+    near(got, want)
+    weights = torch.linspace(-1.0, 1.0, len(want))
+    for x in (want, got):
+        (x * weights).sum().backward()
+    near_all(*map(gradients_of, models))
 
 
 def generated(name: str, kind: str, **options: object) -> None:
@@ -218,6 +256,8 @@ def cases(kind: str) -> Iterator[tuple[str, Callable[[str, str], None]]]:
 
             yield f"{dtype} {padding}".strip(), compare
     yield "gradients", gradients
+    if kind == "causal":
+        yield "tree", tree
     if kind != "encoder":
         yield "generate", generated
         yield "static cache", lambda *x: generated(*x, cache_implementation="static")

@@ -88,6 +88,16 @@ def test_a_trainer_trains_alike_on_several_ranks():
     assert "largest difference" in launched(2, "flash-attn-triton", *example)
 
 
+def test_a_trainer_of_groups_trains_alike_on_trees():
+    pytest.importorskip("trl")
+    packages = Path(__file__).resolve().parent.parent / "packages"
+    example = packages / "flash-attn-triton" / "examples" / "train_with_trl.py"
+    command = [sys.executable, str(example), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in a tree" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "arguments", "speed"),
     [

@@ -28,8 +28,11 @@ packed sequences                  ``flash_attn_varlen_func``, from ``position_id
                                   from ``cu_seq_lens_q`` ... ``max_length_k``
 decoding with padding, a static   the fixed-length kernel with a bias ``[batch, 1, queries, keys]``:
 cache, or past a window           no copy of the cache, and no wait for its content
+a tree of rows (``tree_inputs``)  ``flash_attn_tree_func``: what rows share is computed once
 any other mask                    the fixed-length kernel with the mask as bias
 ================================  =================================================================
+
+``share_prefixes(model)`` makes a tree of each batch that the model trains on.
 
 The host waits for the device in two places: once per forward pass, to find the padding of a given
 mask, as ``transformers`` does for its own implementations; and to find packed sequences in
@@ -54,7 +57,8 @@ from .._linked.host.arguments import one_of, refuse_others
 from .._linked.host.versions import need
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import TransformersKwargs
     from transformers.utils.import_utils import is_tracing
 except ImportError:
@@ -74,8 +78,9 @@ from ._masks import (
     pack,
     packing_of_positions,
 )
+from ._trees import SharedPrefixes, attend_tree, check_layers, is_tree, tree_inputs
 
-__all__ = ["attention_forward", "attention_mask", "register"]
+__all__ = ["attention_forward", "attention_mask", "register", "share_prefixes", "tree_inputs"]
 
 _NAME = "triton_attention"
 # transformers interprets these substrings of a name
@@ -153,6 +158,43 @@ def register(name: str = _NAME) -> str:
     return name
 
 
+def share_prefixes(*models: PreTrainedModel) -> SharedPrefixes:
+    """Let models compute what the rows of a batch have in common once.
+
+    From then on a call with ``use_cache=False``, as trainers call models, packs its rows,
+    ``input_ids`` and ``attention_mask``, by ``flash_attn_triton.trees.pack``. What is below the
+    model's head runs once over the tree, and each row gets its own hidden states, zeros where it is
+    padded. The caller sees the results and gradients of each row alone. Rows may also be packed,
+    ``position_ids`` that restart at 0 separate them. Other calls, those of generation among them,
+    are left alone. Packing reads the tokens: the host waits for the device.
+
+    Args:
+        *models: decoders, also with adapters of PEFT, whose ``attn_implementation`` is a name that
+            :func:`register` returned.
+
+    Returns:
+        A handle; its ``remove()`` ends this.
+
+    Raises:
+        ValueError: if a model has another attention. Calls raise as :func:`attention_forward`
+            does; a NotImplementedError on arguments that are not known to leave the result alone;
+            and a ValueError on ``position_ids`` that do not count each row's tokens from 0.
+    """
+    return SharedPrefixes([_backbone_of(model) for model in models])
+
+
+def _backbone_of(model: Any) -> torch.nn.Module:
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    found = model.config._attn_implementation
+    if ALL_ATTENTION_FUNCTIONS.get(found) is not attention_forward:
+        raise ValueError(
+            "models that share prefixes must have these kernels as their attention, "
+            f"attn_implementation=register(), got {found!r}"
+        )
+    return cast(torch.nn.Module, model.base_model)
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -186,7 +228,7 @@ def attention_forward(
         attention_mask: None; or ``[batch, keys]``, True for valid keys (bool), or the number of
             each key's sequence (int32, 0 for padding), where the last columns are the queries; or
             ``[batch or 1, heads_q or 1, queries, keys]``, bool or additive, which replaces all
-            other masking.
+            other masking; or what :func:`tree_inputs` returned.
         dropout: Probability with which a weight is dropped. Default: ``0.0``.
         scaling: Factor of the scores. Default: ``head_dim ** -0.5``.
         is_causal: Whether a query sees only keys up to its own. Default: ``module.is_causal``.
@@ -216,7 +258,7 @@ def attention_forward(
         ValueError: For a mask of the wrong shape, masks that contradict each other, or sinks under
             several names.
         NotImplementedError: For attention weights, paged caches, sparse indices, and any unknown
-            argument.
+            argument; over a tree also for dropout, windows, biases and bidirectional attention.
     """
     refuse_others(kwargs, _UNSUPPORTED, _IGNORED, "triton attention", "eager")
     if is_causal is None:
@@ -234,6 +276,16 @@ def attention_forward(
         "deterministic": bool(deterministic),
     }
     pattern = _pattern_of_call(bool(is_causal), sliding_window)
+
+    if attention_mask is not None and is_tree(attention_mask):
+        check_layers(module.config, sliding_window, q.shape[1])
+        unsupported = {
+            "dropout": options.pop("dropout_p"),
+            "bidirectional attention": not is_causal,
+            "position_bias": position_bias is not None,
+            "cu_seq_lens_q": cu_seq_lens_q is not None or cu_seq_lens_k is not None,
+        }
+        return attend_tree(q, k, v, attention_mask, unsupported, **options), None
 
     packing = _packing_of_call(q, k, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if packing is not None:
