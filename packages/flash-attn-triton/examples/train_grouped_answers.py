@@ -4,10 +4,11 @@
     python examples/train_grouped_answers.py --steps 100 --answers 16 --device cuda
 
 Reinforcement learning of language models samples a group of answers to each prompt. Written out,
-each answer has a copy of its prompt, so a long prompt is computed once per answer. As a tree it is
-one segment, and the answers hang below it: ``flash_attn_tree_func``. Here one model is trained
-either way, from the same weights on the same groups: each step has the same loss, and in the end
-the weights are the same but for rounding.
+each answer has a copy of its prompt, so a long prompt is computed once per answer. ``trees.pack``
+makes a tree of the same rows, in which what they have in common stands once,
+``flash_attn_tree_func`` attends over it, and ``trees.log_probs`` gives each row its own
+probabilities. Here one model is trained either way, from the same weights on the same groups: each
+step has the same loss, and in the end the weights are the same but for rounding.
 
 A prompt is a row of random letters. An answer begins with one of them and goes on as the prompt
 does from there. The loss is that of a policy gradient with made-up rewards. Exits with 1 if losses
@@ -20,27 +21,13 @@ import argparse
 import copy
 import sys
 import time
-from typing import NamedTuple
 
 import torch
-from flash_attn_triton import flash_attn_tree_func, flash_attn_varlen_func
+from flash_attn_triton import flash_attn_tree_func, flash_attn_varlen_func, trees
 from torch import Tensor, nn
-from torch.nn import functional
 
 LETTERS, LAYERS, HEADS, HEADS_K, HEAD_DIM = 26, 2, 4, 2, 16
 WIDTH = HEADS * HEAD_DIM
-
-
-class Batch(NamedTuple):
-    """Packed tokens, and which sees which."""
-
-    tokens: Tensor  # [tokens]
-    positions: Tensor  # [tokens]: along the path from the root, or within the sequence
-    cu_seqlens: Tensor  # [segments + 1]
-    parents: Tensor | None  # [segments]; None: every segment is a sequence of its own
-    longest: int
-    answers: Tensor  # [answers, length]: where the answers' tokens stand
-    ahead: Tensor  # likewise: where the token ahead of each one stands, which predicts it
 
 
 class Block(nn.Module):
@@ -55,16 +42,16 @@ class Block(nn.Module):
             nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)
         )
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, batch: trees.TreeBatch, is_tree: bool) -> Tensor:
         heads = self.project(self.norm(x)).view(len(x), -1, HEAD_DIM)
         q, k, v = heads.split((HEADS, HEADS_K, HEADS_K), 1)
-        cu_seqlens, longest = batch.cu_seqlens, batch.longest
-        if batch.parents is None:
+        cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
+        if is_tree:
+            mixed = flash_attn_tree_func(q, k, v, cu_seqlens, batch.parents, longest)
+        else:
             mixed = flash_attn_varlen_func(
                 q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True
             )
-        else:
-            mixed = flash_attn_tree_func(q, k, v, cu_seqlens, batch.parents, longest)
         x = x + self.out(mixed.flatten(1))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -81,58 +68,31 @@ class Model(nn.Module):
         for embedding in (self.letters, self.places):
             nn.init.normal_(embedding.weight, std=WIDTH**-0.5)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: trees.TreeBatch, is_tree: bool) -> Tensor:
         """Return the logits of the letter after each token, ``[tokens, letters]``."""
         x = self.letters(batch.tokens) + self.places(batch.positions)
         for block in self.blocks:
-            x = block(x, batch)
+            x = block(x, batch, is_tree)
         return self.norm(x) @ self.letters.weight.T
 
 
-def as_tree(prompt: Tensor, answers: Tensor) -> Batch:
-    """Pack a prompt and its answers, ``[answers, length]``: the prompt once."""
-    count, length = answers.shape
-    device = prompt.device
-    starts = len(prompt) + length * torch.arange(count + 1, device=device)
-    positions = len(prompt) + torch.arange(length, device=device).repeat(count)
-    places = len(prompt) + torch.arange(answers.numel(), device=device).view(count, length)
-    ahead = places - 1
-    # the last token of the prompt predicts the first one of every answer
-    ahead[:, 0] = len(prompt) - 1
-    return Batch(
-        torch.cat((prompt, answers.flatten())),
-        torch.cat((torch.arange(len(prompt), device=device), positions)),
-        functional.pad(starts, (1, 0)).int(),
-        functional.pad(torch.zeros(count, device=device), (1, 0), value=-1).int(),
-        max(len(prompt), length),
-        places,
-        ahead,
-    )
+def pack(prompt: Tensor, answers: Tensor, is_tree: bool) -> tuple[trees.TreeBatch, Tensor]:
+    """Pack a prompt and its answers, ``[answers, length]``, and what each token should predict."""
+    rows = torch.cat((prompt.expand(len(answers), -1), answers), 1)
+    labels = rows.roll(-1, 1)
+    # the prompt is given, and after the last token there is nothing
+    labels[:, : len(prompt) - 1] = labels[:, -1] = trees.IGNORED
+    # rows of different groups share nothing
+    batch = trees.pack(list(rows), group=None if is_tree else list(range(len(rows))))
+    return batch, labels.flatten()
 
 
-def written_out(prompt: Tensor, answers: Tensor) -> Batch:
-    """Pack each answer behind a copy of its prompt."""
-    count, length = answers.shape
-    device, whole = prompt.device, len(prompt) + length
-    tokens = torch.cat((prompt.expand(count, -1), answers), 1)
-    places = torch.arange(count * whole, device=device).view(count, whole)[:, len(prompt) :]
-    return Batch(
-        tokens.flatten(),
-        torch.arange(whole, device=device).repeat(count),
-        (whole * torch.arange(count + 1, device=device)).int(),
-        None,
-        whole,
-        places,
-        places - 1,
-    )
-
-
-def loss_of(model: Model, batch: Batch, advantages: Tensor) -> Tensor:
+def loss_of(
+    model: Model, batch: trees.TreeBatch, labels: Tensor, advantages: Tensor, is_tree: bool
+) -> Tensor:
     """Return the mean of ``-advantage * log p(answer)``, per token."""
-    logits = model(batch)[batch.ahead]  # [answers, length, letters]
-    chosen = batch.tokens[batch.answers]  # [answers, length]
-    nll = functional.cross_entropy(logits.flatten(0, 1), chosen.flatten(), reduction="none")
-    return (advantages[:, None] * nll.view(chosen.shape)).mean()
+    found = trees.log_probs(model(batch, is_tree), batch, labels).view(len(advantages), -1)
+    return -(advantages[:, None] * found).sum() / (labels != trees.IGNORED).sum()
 
 
 def draw_group(
@@ -152,7 +112,6 @@ def train(
     torch.manual_seed(0)
     first = Model(prompt_length + length).to(device)
     models = {"tree": first, "written out": copy.deepcopy(first)}
-    packs = {"tree": as_tree, "written out": written_out}
     optimizers = {
         name: torch.optim.SGD(model.parameters(), lr=0.3) for name, model in models.items()
     }
@@ -160,14 +119,13 @@ def train(
     seconds, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
     apart = 0.0
     for step in range(steps):
-        prompt, answers, advantages = (
-            x.to(device) for x in draw_group(count, prompt_length, length, generator)
-        )
+        prompt, answers, advantages = draw_group(count, prompt_length, length, generator)
         losses = {}
         for name, model in models.items():
-            start = time.perf_counter()
-            batch = packs[name](prompt, answers)
-            loss = loss_of(model, batch, advantages)
+            start, is_tree = time.perf_counter(), name == "tree"
+            batch, labels = pack(prompt, answers, is_tree)
+            given = batch.to(device), labels.to(device), advantages.to(device)
+            loss = loss_of(model, *given, is_tree)
             optimizers[name].zero_grad()
             loss.backward()
             optimizers[name].step()
@@ -175,13 +133,22 @@ def train(
             seconds[name] += time.perf_counter() - start
             tokens[name] += len(batch.tokens)
         apart = max(apart, abs(losses["tree"] - losses["written out"]))
-        if step % max(1, steps // 10) == 0 or step == steps - 1:
-            both = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
-            print(f"step {step:4}: loss {both}", flush=True)
+        both = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
+        draw_bar(step + 1, steps, f"loss: {both}")
     for name in models:
         print(f"{name}: {tokens[name] // steps} tokens a step, {seconds[name]:.1f} s")
     weights = zip(*(model.parameters() for model in models.values()), strict=True)
     return apart, max(float((a - b).detach().abs().max()) for a, b in weights)
+
+
+def draw_bar(done: int, total: int, text: str) -> None:
+    """Draw one line again and again on a terminal; elsewhere a line per tenth."""
+    bar = ("#" * (30 * done // total)).ljust(30, ".")
+    is_terminal, is_last = sys.stdout.isatty(), done == total
+    if is_terminal or is_last or done % max(1, total // 10) == 0:
+        line = f"[{bar}] {done}/{total}  {text}"
+        start, end = ("\r", "\n" if is_last else "") if is_terminal else ("", "\n")
+        print(f"{start}{line}", end=end, flush=True)
 
 
 def main() -> int:

@@ -34,13 +34,15 @@ def test_two_steps_on_the_kernels(example, device):
 @pytest.mark.eager
 def test_the_two_forms_hold_the_same_tokens(example):
     prompt, answers, _ = example.draw_group(3, 9, 4, torch.Generator().manual_seed(0))
-    for form in (example.as_tree, example.written_out):
-        batch = form(prompt, answers)
-        assert torch.equal(batch.tokens[batch.answers], answers)
-        assert torch.equal(batch.positions[batch.answers], torch.arange(9, 13).expand(3, 4))
-        assert torch.equal(batch.positions[batch.ahead], torch.arange(8, 12).expand(3, 4))
-        before = torch.cat((prompt[-1:].expand(3, 1), answers[:, :-1]), 1)
-        assert torch.equal(batch.tokens[batch.ahead], before)
+    rows = torch.cat((prompt.expand(3, 9), answers), 1)
+    for is_tree in (False, True):
+        batch, labels = example.pack(prompt, answers, is_tree)
+        assert torch.equal(batch.tokens[batch.gather], rows.flatten())
+        assert torch.equal(batch.positions[batch.gather], torch.arange(13).repeat(3))
+        wanted = labels != -100
+        assert torch.equal(labels[wanted], answers.flatten())
+        assert torch.equal(batch.positions[batch.gather][wanted], torch.arange(8, 12).repeat(3))
+        assert len(batch.tokens) <= 21 if is_tree else len(batch.tokens) == 39
 
 
 @pytest.mark.eager
