@@ -168,7 +168,6 @@ def test_what_a_tree_does_not_take_raises(device):
     mask = integration.tree_inputs(trees.pack([[1, 2], [1, 3]]))["attention_mask"].to(device)
     x = torch.randn(1, 2, 3, 8, device=device)
     module = torch.nn.Module()
-    module.config = transformers.LlamaConfig()
     for options, message in (
         ({"dropout": 0.5}, "dropout over a tree of rows"),
         ({"is_causal": False}, "bidirectional attention over a tree"),

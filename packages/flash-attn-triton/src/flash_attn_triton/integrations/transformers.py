@@ -278,7 +278,7 @@ def attention_forward(
     pattern = _pattern_of_call(bool(is_causal), sliding_window)
 
     if attention_mask is not None and is_tree(attention_mask):
-        check_layers(module.config, sliding_window, q.shape[1])
+        check_layers(getattr(module, "config", None), sliding_window, q.shape[1])
         unsupported = {
             "dropout": options.pop("dropout_p"),
             "bidirectional attention": not is_causal,
