@@ -525,6 +525,18 @@ def vllm(session: nox.Session) -> None:
     pytest(session, path, "interpreter", report, *tests[:2], "-W", "ignore", **hidden)
 
 
+@nox.session(name="nki-upstream", requires=["build"], default=False)
+def nki_upstream(session: nox.Session) -> None:
+    """Run other repositories' NKI kernels on the simulator; -- FOLDER of their checkouts."""
+    path = ROOT / "packages" / "nki-paged-attn"
+    script = path / "benchmarks" / "upstream" / "run.py"
+    if not session.posargs:
+        session.skip(f"no folder of checkouts was given: {script.relative_to(ROOT)} names them")
+    install(session, "nki-paged-attn")
+    session.install("--no-compile", *group("upstream", PROJECTS["nki-paged-attn"]))
+    session.run("python", str(script), *session.posargs, "--write", str(path / "docs/upstream.md"))
+
+
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation in build/docs, and read it in Chromium; -- --site FOLDER."""
