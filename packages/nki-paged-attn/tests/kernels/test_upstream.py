@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,19 @@ def test_a_checkout_that_is_missing_is_named(tools, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "a checkout of autocomp at dd26a56 is missing" in done.stderr
+
+
+def test_the_readme_says_what_the_table_says():
+    """Every number of the README on other repositories' kernels is one of the table's page."""
+    page = (PACKAGE / "docs" / "upstream.md").read_text()
+    readme = " ".join((PACKAGE / "README.md").read_text().split())
+    right, refused, wrong = map(
+        int, re.search(r"(\d+) kernels are right, (\d+) refused, (\d+)", page).groups()
+    )
+    modules = re.search(r"(\d+) of nki-library's (\d+) modules", " ".join(page.split())).groups()
+    assert wrong == 0
+    assert f"{right} run right and {refused} are refused; none gives wrong numbers" in readme
+    assert "{} of its {} modules import".format(*modules) in readme
+    rows = [x for x in page.splitlines() if "`attention_cte`" in x]
+    assert rows
+    assert all("| right |" in x for x in rows)
