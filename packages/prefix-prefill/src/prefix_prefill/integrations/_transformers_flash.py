@@ -113,7 +113,7 @@ def attention_forward(
         softcap=softcap or 0.0,
         sinks=sink,
     )
-    return out[None], None  # type: ignore[call-overload]
+    return out[None], None
 
 
 def _append(
