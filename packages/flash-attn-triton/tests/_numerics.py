@@ -12,6 +12,7 @@ from attn_common import detect
 from flash_attn_triton import api, flash_attn_func, flash_attn_varlen_func
 from flash_attn_triton._dense import ops, tiles
 from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._reference.fixed import visible_keys
 from flash_attn_triton._reference.philox import dropout_keep_mask, keep_scale
 from flash_attn_triton._reference.reference import attention_reference, varlen_attention_reference
 from torch import Tensor
@@ -122,8 +123,16 @@ FEATURES: dict[str, Feature] = {
 }
 
 
+# what spans take the place of, and what does not go with them
+EXCLUDED = ("causal", "window", "bias", "alibi")
+
+
 def compatible(names: Iterable[str]) -> bool:
-    """Say whether these features set different arguments."""
+    """Say whether these features set different arguments, of which none excludes another."""
+    names = list(names)
+    others = [name for name in names if not name.startswith("spans")]
+    if len(others) < len(names) and any(name.startswith(EXCLUDED) for name in others):
+        return False
     return numerics.compatible(FEATURES, names, Shape(1, 1, 1, 1, 1, 1))
 
 
@@ -190,6 +199,9 @@ def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
         return {}
     options = {name: x for name, x in case.options.items() if name != "deterministic"}
     options |= dropped(case, options.pop("dropout_p", 0.0))
+    if (spans := options.pop("spans", None)) is not None:
+        lengths = case.inputs["q"].shape[1], case.inputs["k"].shape[1]
+        options["visible"] = visible_keys(*lengths, -1, -1, spans.device, spans=spans)
     dout, dlse = incoming(got["out"], got["lse"]) if "dq" in got else (None, None)
     options |= {"dout": dout, "dlse": dlse, "truncates": truncates(got["out"])}
     return attention_bounds(**case.inputs, **options)
