@@ -121,6 +121,14 @@ def test_an_fp8_cache_without_scales_warns():
         paged(cache=cache.clone(), k_descale=torch.ones(1), v_descale=torch.ones(1))
 
 
+def test_an_fp8_cache_with_a_scale_of_each_token_warns_of_nothing():
+    cache = zeros(2, 16, 4, 16, dtype=torch.float8_e4m3fn)
+    scales = {f"{x}_scale_cache": torch.ones(cache.shape[:3]) for x in "kv"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paged(cache=cache, kv_dtype="fp8_per_token_head", **scales)
+
+
 def test_decays_that_look_like_factors_warn():
     with pytest.warns(UserWarning, match=r"pass -decay.log\(\)"):
         lightning_attn_func(X, X, X, torch.tensor([0.9, 0.95, 0.97, 0.99]))

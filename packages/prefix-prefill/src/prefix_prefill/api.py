@@ -186,7 +186,7 @@ def paged_attn_func(
             q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
         )
         check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
-        paged_checks.check_descales(k_cache, k_descale, v_descale)
+        paged_checks.check_descales(k_cache, k_descale, v_descale, kv_dtype)
         head_dim_v = head_dim_of_values(k_cache, v_cache)
         dtype = paged_checks.check_out(q, head_dim_v, out, out_scale)
         paged_checks.check_no_gradients(

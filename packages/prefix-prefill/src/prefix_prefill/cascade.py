@@ -100,7 +100,7 @@ def shared_prefix_attn_func(
         q, batch, sizes.heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
     )
     check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
-    paged_checks.check_descales(k_cache, k_descale, v_descale)
+    paged_checks.check_descales(k_cache, k_descale, v_descale, kv_dtype)
     paged_checks.check_shared_scales(q_descale, k_descale, v_descale)
     head_dim_v = head_dim_of_values(k_cache, v_cache)
     dtype = paged_checks.check_out(q, head_dim_v, out, out_scale)

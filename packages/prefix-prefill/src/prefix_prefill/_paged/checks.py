@@ -279,14 +279,20 @@ def check_tree_size(max_seqlen_q: int) -> None:
         )
 
 
-def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
-    """Check that descales come only with an FP8 cache."""
+def check_descales(
+    k_cache: Tensor,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    kv_dtype: str | None = None,
+) -> None:
+    """Check that descales come only with an FP8 cache; warn where it has no scale at all."""
     for name, scale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None and k_cache.dtype not in FP8_DTYPES:
             raise ValueError(
                 f"{name} must be None unless k_cache and v_cache are FP8, which are {k_cache.dtype}"
             )
-    if k_cache.dtype in FP8_DTYPES and k_descale is None and v_descale is None:
+    is_fp8 = k_cache.dtype in FP8_DTYPES and kv_dtype is None
+    if is_fp8 and k_descale is None and v_descale is None:
         warn_once(
             "descales",
             "k_descale and v_descale are None beside an FP8 cache, so its numbers are taken as "
