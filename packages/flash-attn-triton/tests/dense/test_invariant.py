@@ -226,7 +226,7 @@ def test_operator(device):
 
     case = make_case(Shape(1, 5, 7, 2, 1, 16), torch.float32, device)
     q, k, v = case.inputs.values()
-    arguments = (q, k, v, *[None] * 11, 5, 7, 0.25, -1, 0, 0.0, 0.0, None, False, True)
+    arguments = (q, k, v, *[None] * 12, 5, 7, 0.25, -1, 0, 0.0, 0.0, None, False, True)
     opcheck(ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
     out, lse = ops.forward(*arguments)
     want = flash_attn_func(q, k, v, 0.0, 0.25, True, invariant=True, return_lse=True)

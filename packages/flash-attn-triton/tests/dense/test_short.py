@@ -115,7 +115,7 @@ for head_dim in (16, 24):
     k, v = (fenced(torch.randn(1, 36, 2, head_dim)) for _ in range(2))
     lse, dlse = (fenced(torch.randn(1, 2, 20)) for _ in range(2))
     numbers = 20, 36, 0.25, -1, 0, 0.0, 0.0
-    given = dout, q, k, v, out, lse, dlse, *[None] * 7, *numbers, False, False
+    given = dout, q, k, v, out, lse, dlse, *[None] * 8, *numbers, False, False
     grads = launch_backward(structured(BackwardCall, given))
     assert all(x.isfinite().all() for x in grads[:3])
 """
@@ -251,7 +251,7 @@ def test_builds_for_hopper(head_dim, tmp_path):
     lse = torch.empty(2, 8, 128, device="meta")
     numbers = 128, 128, head_dim**-0.5, -1, 0, 0.0, 0.0
     with compiling(gpu, tmp_path) as builds:
-        given = q, q, q, q, q, lse, None, *[None] * 7, *numbers, False, False
+        given = q, q, q, q, q, lse, None, *[None] * 8, *numbers, False, False
         launch_backward(structured(BackwardCall, given))
     (build,) = builds
     assert build.kernel == "short_kernel"

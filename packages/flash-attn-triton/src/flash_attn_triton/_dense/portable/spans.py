@@ -116,11 +116,21 @@ def hulls_of(spans, rows, seqlen_q, seqlen_k):
 def _hull_of(span, inside, seqlen_k):
     start, end = span
     seen = start < end
-    last = tl.max(tl.where(seen, end, 0), 0)
-    first = tl.minimum(tl.min(tl.where(seen, start, seqlen_k), 0), last)
-    full_first = tl.max(tl.where(inside, start, 0), 0)
-    full_last = tl.minimum(tl.min(tl.where(inside, end, seqlen_k), 0), last)
+    last = _greatest(tl.where(seen, end, 0))
+    first = tl.minimum(-_greatest(tl.where(seen, -start, -seqlen_k)), last)
+    full_first = _greatest(tl.where(inside, start, 0))
+    full_last = tl.minimum(-_greatest(tl.where(inside, -end, -seqlen_k)), last)
     return Hull(first, last, full_first, full_last)
+
+
+@triton.jit
+def _greatest(numbers):
+    """Return the greatest of some numbers.
+
+    In 64 bits: those of 32 bits reduce into uniform registers, of which the ptxas of Triton 3.6
+    for sm_100 read some that it had not set.
+    """
+    return tl.max(numbers.to(tl.int64), 0).to(tl.int32)
 
 
 @triton.jit
