@@ -46,6 +46,8 @@ SURVIVORS = ROOT / "ci" / "survivors.json"
 # which tests see a file of a package, files or parts of them: the first line whose pattern fits
 TESTS: dict[str, dict[str, list[str]]] = json.loads((ROOT / "ci" / "mutants.json").read_text())
 IMPORT = r"^ *from (\.+)([\w.]*) import (\((?:[^)]*)\)|.*)"
+# a kernel as its launch names it
+KERNEL = r'Kernel\(\s*__package__,\s*"(\.+)([\w.]+)"'
 CAUGHT, SURVIVED, HUNG, NOT_RUN = "caught", "survived", "hung", "not run"
 Outcome = tuple[Mutation, str]
 
@@ -84,8 +86,9 @@ def files_of(package: str) -> list[str]:
 
 
 def _imported(name: str, texts: dict[str, str]) -> Iterator[str]:
-    """Yield the files that one file imports modules or names of."""
-    for dots, module, names in re.findall(IMPORT, texts[name], re.MULTILINE):
+    """Yield the files that one file imports modules or names of, or names the kernels of."""
+    named = [(*found, "") for found in re.findall(KERNEL, texts[name])]
+    for dots, module, names in [*re.findall(IMPORT, texts[name], re.MULTILINE), *named]:
         base = [*Path(name).parts[: -len(dots)], *filter(None, module.split("."))]
         for more in ([], *([word] for word in re.findall(r"\w+", names))):
             if (file := "/".join([*base, *more]) + ".py") in texts:
