@@ -255,40 +255,49 @@ LOG_PROBS_ERRORS = [
     ("logits must be a torch.Tensor, got list", TypeError, {"logits": []}),
     (
         "logits must be of a float dtype, got torch.int64",
-        TypeError, {"logits": torch.zeros(3, 5).long()},
+        TypeError,
+        {"logits": torch.zeros(3, 5).long()},
     ),
     (
         "logits must be [3, vocabulary] or [1, 3, vocabulary], with a row for each of "
         "batch.tokens, got [4, 5]",
-        ValueError, {"logits": torch.randn(4, 5)},
+        ValueError,
+        {"logits": torch.ones(4, 5)},
     ),
     ("batch must be a TreeBatch, which pack returns, got tuple", TypeError, {"batch": ()}),
     ("labels must be a torch.Tensor, got list", TypeError, {"labels": [1]}),
     (
         "labels must be of an integer dtype, got torch.bool",
-        TypeError, {"labels": LABELS > 0},
+        TypeError,
+        {"labels": LABELS > 0},
     ),
     (
         "labels must be [4], one for each of batch.gather, got [3]",
-        ValueError, {"labels": LABELS[:3]},
+        ValueError,
+        {"labels": LABELS[:3]},
     ),
     (
         "labels[2] must be from 0 to 2, or -100 for none, got 3",
-        ValueError, {"logits": torch.randn(3, 3)},
+        ValueError,
+        {"logits": torch.ones(3, 3)},
     ),
     (
         "batch must be on the device of logits, cpu, got meta",
-        ValueError, {"batch": trees.pack([[1, 2], [1, 3]]).to("meta")},
+        ValueError,
+        {"batch": trees.pack([[1, 2], [1, 3]]).to("meta")},
     ),
     (
         "labels must be on the device of logits, cpu, got meta",
-        ValueError, {"labels": LABELS.to("meta")},
+        ValueError,
+        {"labels": LABELS.to("meta")},
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
-    ("message", "error", "change"), LOG_PROBS_ERRORS, ids=lambda x: str(x)[:30]
+    ("message", "error", "change"),
+    LOG_PROBS_ERRORS,
+    ids=[message[:30] for message, *_ in LOG_PROBS_ERRORS],
 )
 def test_wrong_arguments_of_log_probs_are_refused(message, error, change):
     right = {"logits": torch.randn(3, 5), "batch": trees.pack([[1, 2], [1, 3]]), "labels": LABELS}
