@@ -41,7 +41,7 @@ def launch(dims: tuple[int, int], dtype: str, seqlen: int = 1024, **options: Any
     )
     offsets = torch.empty(2, dtype=torch.int32, device="meta") if made["packed"] else None
     scalars = seqlen, made["keys"], d**-0.5, made["window"], 0, made["softcap"], 0.0
-    given = q, k, v, offsets, offsets, *[None] * 9, *scalars, q.dtype, False, True
+    given = q, k, v, offsets, offsets, *[None] * 10, *scalars, q.dtype, False, True
     launch_forward(structured(ForwardCall, given))
 
 
