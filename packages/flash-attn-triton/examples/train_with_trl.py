@@ -41,10 +41,17 @@ def save_model(folder: str) -> None:
     tokenizer = make_tokenizer()
     set_seed(0)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,12 +73,23 @@ def train(
     prompts = ["".join(draw.choices(LETTERS, k=draw.randint(20, 60))) for _ in range(64)]
     implementation = attention.register() if shares else "sdpa"
     args = GRPOConfig(
-        f"{folder}/out", per_device_train_batch_size=2 * answers, num_generations=answers,
-        max_completion_length=12, max_steps=steps, learning_rate=3e-3, beta=0.04, seed=1,
-        gradient_checkpointing=False, bf16=False, use_cpu=device == "cpu", logging_steps=1,
-        save_strategy="no", report_to=[], disable_tqdm=False,
+        f"{folder}/out",
+        per_device_train_batch_size=2 * answers,
+        num_generations=answers,
+        max_completion_length=12,
+        max_steps=steps,
+        learning_rate=3e-3,
+        beta=0.04,
+        seed=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=device == "cpu",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=False,
         model_init_kwargs={"attn_implementation": implementation, "dtype": "float32"},
-    )  # fmt: skip
+    )
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     trainer = GRPOTrainer(folder, share_of_vowels, args, data, processing_class=make_tokenizer())
     if shares:
