@@ -153,6 +153,19 @@ def test_a_folder_of_another_build_is_left_aside_with_a_line(found, field):
     assert field in line
 
 
+def test_a_wheel_for_several_tritons_is_taken_in_silence(found):
+    found()
+    held = json.loads((found.path / "manifest.json").read_text())
+    (found.path / "manifest.json").unlink()
+    for name, triton in (("old", "3.0.0"), ("new", held["build"]["triton"])):
+        build = held["build"] | {"triton": triton}
+        (found.path / name).mkdir()
+        (found.path / name / "manifest.json").write_text(json.dumps(held | {"build": build}))
+    (folder,), aside = found.folders.folders(GPU)
+    assert folder.path == found.path / "new"
+    assert aside == []
+
+
 def test_folders_of_other_packages_are_not_told_of(found):
     assert found(package="other") == ([], [])
 
@@ -259,11 +272,12 @@ def test_a_launch_packs_what_the_kernel_takes(name, driver):
 def test_a_thread_that_has_not_used_the_gpu_launches(driver):
     kernel = module("flash_attn_triton", "shipped.kernel")
     entry = {"symbol": "k", "shared": 0, "threads": 128, "early": False, "maps": [], "scratch": 0}
-    one = kernel.Shipped(b"", entry | {"parameters": [(0, "i32"), (1, "i32")]})
-    driver.sizes = [4, 4]
+    one = kernel.Shipped(b"", entry | {"parameters": [(1, "i32")]})
+    driver.sizes = [4]
     driver.contexts.append(None)
     one.run(9, 1, 1, 77, one.function, None, None, None, None, 3, 4)
-    assert len(driver.launched) == 1
+    (launched,) = driver.launched
+    assert launched[2] == [struct.pack("<i", 4)]
     assert driver.contexts == [5, None, 5]
 
 

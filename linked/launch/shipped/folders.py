@@ -127,10 +127,16 @@ def _roots() -> Iterator[Path]:
 
 
 def folders(gpu: str) -> tuple[list[Folder], list[str]]:
-    """Return the folders that fit, and a line for each that is left aside."""
-    fitting, aside = [], []
+    """Return the folders that fit, and a line for each that is left aside.
+
+    Folders of another Triton are not told of where one fits: a wheel has one for each.
+    """
+    fitting, aside, of_triton = list[Folder](), list[str](), list[str]()
+    paths = [*candidates()]
+    if not paths:
+        return fitting, aside
     here = this_build(gpu)
-    for path in candidates():
+    for path in paths:
         try:
             folder = read(path)
         except (OSError, ValueError) as error:
@@ -141,14 +147,15 @@ def folders(gpu: str) -> tuple[list[Folder], list[str]]:
         for field, theirs, ours in zip(Build._fields, folder.build, here, strict=True):
             if theirs != ours and not (field == "triton" and not ours):
                 told = f": {theirs}, here {ours}" if field != "files" else ""
-                aside.append(f"{path} is left aside, it was built for other {field}{told}")
+                lines = of_triton if field == "triton" else aside
+                lines.append(f"{path} is left aside, it was built for other {field}{told}")
                 break
         else:
             if find_spec("cuda") and find_spec("cuda.bindings"):
                 fitting.append(folder)
             else:
                 aside.append(f"{path} is left aside, it needs cuda-bindings: {_needed()}")
-    return fitting, aside
+    return fitting, aside if fitting else aside + of_triton
 
 
 def _needed() -> str:

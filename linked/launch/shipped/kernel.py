@@ -44,7 +44,8 @@ class Shipped:
             _checked(driver.cuFuncSetAttribute(self.function, wish, self._shared))
         # where a parameter's value comes from, and where it lies in the buffer
         places = [AHEAD + place for place, _ in entry["parameters"]]
-        self._values = itemgetter(*places)
+        one = slice(places[0], places[0] + 1)  # of one place, itemgetter returns no tuple
+        self._values = itemgetter(*places) if len(places) > 1 else itemgetter(one)
         kinds = [FORMATS[kind] for _, kind in entry["parameters"]]
         form, offsets = _packing([*kinds, *[NULL] * entry["scratch"]])
         self._pack = struct.Struct(form).pack_into
