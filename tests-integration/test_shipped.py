@@ -293,27 +293,42 @@ def test_a_file_that_was_altered_is_refused(shipped, driver, tmp_path):
             kernel.load(tmp_path, entry)
 
 
-def test_what_is_shipped_is_found_by_the_launch_that_needs_it(shipped, driver, monkeypatch):
-    """A launch's form is the same where it is noted and where it is launched."""
-    package, folder = shipped
-    folders, command = module(package, "shipped.folders"), module(package, "compiler.command")
-    held = json.loads((folder / "manifest.json").read_text())["kernels"]
-    monkeypatch.setenv("ATTN_COMMON_PLATFORM", f"nvidia:{GPU}")
-    from attn_common import detect
+# prints the hash of each launch of a call
+FORMS = """
+import importlib, json, sys
+linked = sys.argv[1] + "._linked.launch."
+launches = importlib.import_module(linked + "compiler.command").launches_of(json.load(sys.stdin))
+hash_of = importlib.import_module(linked + "shipped.folders").hash_of
+print(*{hash_of(launch.form) for launch in launches})
+"""
 
-    detect.cache_clear()
-    try:
-        function, arguments = CALLS[package]
-        call = {"function": function, "arguments": {k: list(v) for k, v in arguments.items()}}
-        forms = [build.form for build in command.launches_of(call)]
-    finally:
-        detect.cache_clear()
-    assert {folders.hash_of(form) for form in forms} == held.keys()
+
+def test_a_form_is_the_same_in_every_process(shipped):
+    package, folder = shipped
+    function, arguments = CALLS[package]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", FORMS, package],
+        input=json.dumps({"function": function, "arguments": arguments}),
+        env=environment | {"ATTN_COMMON_PLATFORM": f"nvidia:{GPU}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    held = json.loads((folder / "manifest.json").read_text())["kernels"]
+    assert {*ran.stdout.split()} == held.keys()
+
+
+def test_what_is_shipped_is_found_by_its_form(shipped, driver, monkeypatch):
+    package, folder = shipped
+    folders = module(package, "shipped.folders")
     monkeypatch.setattr(folders, "_arch", lambda _: GPU)
     monkeypatch.setattr(folders, "_folders", lambda _: [folders.read(folder)])
-    for form in forms:
+    monkeypatch.setattr(folders, "hash_of", lambda form: form)
+    for form in folders.read(folder).kernels:
         assert folders.find(form, torch.device("cuda", 0)).is_shipped
         assert folders.find(form, torch.device("cpu")) is None
+    assert folders.find("another", torch.device("cuda", 0)) is None
 
 
 def test_a_long_compilation_is_told_of_once(caplog):
