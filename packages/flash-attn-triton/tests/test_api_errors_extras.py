@@ -26,7 +26,7 @@ def no_operator(monkeypatch):
 EXTRAS = [
     ("bias must be a torch.Tensor, got float", TypeError, fixed, {"bias": 0.5}),
     (
-        "bias must have the dtype of q, torch.float16, or torch.float32, got torch.bfloat16",
+        "bias must have the dtype of q, torch.float16, or be torch.float32, got torch.bfloat16",
         TypeError, fixed, {"bias": zeros(5, 7, dtype=torch.bfloat16)},
     ),
     (

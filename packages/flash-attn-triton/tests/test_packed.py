@@ -66,6 +66,7 @@ def test_signatures_are_those_of_flash_attn_2(name):
         "out_scale": None,
         "return_lse": False,
         "invariant": False,
+        "spans": None,
     }
     if "varlen" in name:
         expected["seqused_k"] = None

@@ -70,6 +70,9 @@ def attention_of_floats(case: Case, rng_state: Tensor = SEED) -> tuple[Tensor, T
         bias = bias.double().expand(batch, heads, rows, columns)
     if slopes is not None:
         slopes = slopes.expand(batch, heads)
+    spans = options.get("spans")
+    if spans is not None:
+        spans = spans.expand(batch, *spans.shape[1:]).tolist()
     out = torch.zeros(batch, rows, heads, v.shape[-1], dtype=torch.float64)
     lse = torch.full((batch, heads, rows), -math.inf, dtype=torch.float64)
     for b in range(batch):
@@ -78,6 +81,8 @@ def attention_of_floats(case: Case, rng_state: Tensor = SEED) -> tuple[Tensor, T
                 position, scores = i + columns - rows, {}
                 for j in range(columns):
                     if 0 <= left < position - j or 0 <= right < j - position:
+                        continue
+                    if spans is not None and not any(a <= j < z for a, z in spans[b][i]):
                         continue
                     s = scale * sum((q[b, i, h] * k[b, j, h // group]).tolist())
                     s = cap * math.tanh(s / cap) if cap else s
