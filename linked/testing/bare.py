@@ -57,7 +57,7 @@ def run_bare(
     """
     torch.save(calls, folder / "calls.pt")
     home = folder / "home"
-    home.mkdir(mode=0o555)
+    home.mkdir(mode=0o555, exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "PYTHONPATH")}
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, package],

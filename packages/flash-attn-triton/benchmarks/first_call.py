@@ -38,7 +38,7 @@ random = torch.Generator("cuda").manual_seed(0)
 x = [torch.randn(s, generator=random, device="cuda").bfloat16().requires_grad_()
      for s in call.values()]
 torch.cuda.synchronize()
-times[-1:] = [times[-1], time.perf_counter()]
+times.append(time.perf_counter())
 found = [flash_attn_func(*x, **options)]
 lap()
 found += torch.autograd.grad(found[0], x, found[0].detach())

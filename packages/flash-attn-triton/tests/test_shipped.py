@@ -26,8 +26,9 @@ def test_both_passes_need_no_compiler(device, tmp_path):
         ("flash_attn_varlen_func", {x: draw(700, 4, 64) for x in "qkv"} | lengths | ordered, True),
     ]
     compile_kernels("flash_attn_triton", calls, tmp_path / "kernels")
-    results, seconds = run_bare("flash_attn_triton", calls, tmp_path / "kernels", tmp_path)
-    assert seconds < 10
+    for _ in range(2):  # the first run reads cold files
+        results, seconds = run_bare("flash_attn_triton", calls, tmp_path / "kernels", tmp_path)
+    assert seconds < 2
     for got, (name, arguments, _) in zip(results, calls, strict=True):
         leaves = [arguments[x].requires_grad_() for x in "qkv"]
         out = getattr(flash_attn_triton, name)(**arguments)

@@ -31,7 +31,8 @@ def test_decode_and_chunks_need_no_compiler(device, tmp_path):
 
     calls = [call(4, 1, 512), call(1, 1, 3200), call(2, 300, 512)]
     compile_kernels("prefix_prefill", calls, tmp_path / "kernels")
-    results, seconds = run_bare("prefix_prefill", calls, tmp_path / "kernels", tmp_path)
-    assert seconds < 10
+    for _ in range(2):  # the first run reads cold files
+        results, seconds = run_bare("prefix_prefill", calls, tmp_path / "kernels", tmp_path)
+    assert seconds < 2
     for (got,), (_, arguments, _) in zip(results, calls, strict=True):
         assert torch.equal(got, paged_attn_func(**arguments).cpu())
